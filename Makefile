@@ -1,0 +1,99 @@
+# `make demo` and `make test` need python3 (3.11 or newer) with venv, make and a package index; root or not.
+# Each step leaves a stamp in .venv that carries the digest of what it was made from, so that a second call is instantaneous.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+ARGS ?=
+PYTEST_ARGS ?=
+CACHE := $(or $(FOREBAY_CACHE),$(HOME)/.cache/forebay)
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The folder is part of the digest because scripts in a venv name it.
+digest = $(shell { cat pyproject.toml $(1); echo '$(CURDIR)'; } | sha256sum | cut -c1-16)
+RUNTIME := $(VENV)/.runtime-$(call digest,requirements.lock)
+DEV := $(VENV)/.dev-$(call digest,requirements-dev.lock)
+PIP := PIP_CACHE_DIR='$(CACHE)/pip' PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
+# Nothing outside the lock is fetched: the build back end is in the lock too.
+install = $(PIP) install --quiet --require-hashes -r $(1) && $(PIP) install --quiet --no-deps --no-build-isolation -e .
+TYPED := $(wildcard tests perf)
+LINTED := $(wildcard src appliance client dpu connectors tests perf)
+
+.PHONY: help venv demo serve test test-long lint bench proto lock clean
+
+help: ## print the targets
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo 'forebay needs python3 3.11 or newer; name one with `make PYTHON=...`' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo 'this python3 makes no virtual environments: apt-get install python3-venv' >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+$(RUNTIME): | $(BIN)/python
+	@echo 'installing what forebay needs into $(VENV)'
+	@$(call install,requirements.lock)
+	@rm -f $(VENV)/.runtime-*
+	@touch $@
+
+$(DEV): | $(BIN)/python
+	@echo 'installing what forebay and its tests need into $(VENV)'
+	@$(call install,requirements-dev.lock)
+	@rm -f $(VENV)/.runtime-* $(VENV)/.dev-*
+	@touch $(RUNTIME) $@
+
+venv: $(DEV) ## install everything that work on forebay needs
+
+demo: $(RUNTIME) ## run the main job on a node in a temporary directory (ARGS='--help' shows more)
+	@$(BIN)/forebay demo $(ARGS)
+
+serve: $(RUNTIME) ## start a node (ARGS='--data DIR --capacity SIZE')
+	@$(BIN)/forebay serve $(ARGS)
+
+test: lint redis ## lint, types and tests; says what was not run and why
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+test-long: export FOREBAY_TEST_PROFILE := long
+test-long: lint redis ## the same with the large profiles
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+lint: $(DEV) ## style, formatting and types
+	@$(BIN)/ruff check $(LINTED)
+	@$(BIN)/ruff format --check $(LINTED)
+	@$(BIN)/mypy src $(TYPED)
+
+# The peer that perf compares with. Without it those comparisons are skipped, and say so.
+.PHONY: redis
+redis:
+	@command -v redis-server >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo 'installing redis-server, which perf compares with'; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends redis-server; } >/dev/null \
+	    || echo 'redis-server could not be installed; comparisons with it will be skipped' >&2; \
+	fi
+
+bench: $(DEV) redis ## measure the ratios of docs/design.md §9 (ARGS='--help' shows more)
+	@$(BIN)/python -m perf $(ARGS)
+
+proto: $(DEV) ## generate the gRPC code again
+	@$(BIN)/python -m grpc_tools.protoc -I src --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+	  --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	  --python_out=src --grpc_python_out=src --mypy_out=src --mypy_grpc_out=src $(wildcard src/forebay/proto/*.proto)
+
+COMPILE := CUSTOM_COMPILE_COMMAND='make lock' $(BIN)/pip-compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras \
+  --build-deps-for=editable --no-emit-index-url --no-emit-trusted-host --no-emit-find-links
+
+# With the oldest Python, so that every version chosen serves the newer ones too. The development lock comes first:
+# the code generator limits protobuf.
+lock: $(DEV) ## choose the newest versions again
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo 'make lock needs Python 3.11' >&2; exit 1; }
+	@$(COMPILE) --extra dev -o requirements-dev.lock pyproject.toml
+	@$(COMPILE) -c requirements-dev.lock -o requirements.lock pyproject.toml
+
+clean: ## remove what can be made again
+	@rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find appliance client src tests -name __pycache__ -prune -exec rm -rf {} +

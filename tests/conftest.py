@@ -1,0 +1,51 @@
+"""Profiles of the property tests, what each marker needs, and the list of what was not run."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import settings
+
+LONG = os.environ.get("FOREBAY_TEST_PROFILE") == "long"
+
+# Deadlines measure the machine, not the code: a busy one must not fail a property.
+settings.register_profile("default", max_examples=50, deadline=None)
+settings.register_profile("long", max_examples=2_000, deadline=None)
+settings.load_profile("long" if LONG else "default")
+
+
+def _missing(marker: str) -> str | None:
+    """Why tests with this marker cannot run here, or None."""
+    if marker == "spdk" and not os.environ.get("FOREBAY_SPDK_TGT"):
+        return "SPDK's target is not here: set FOREBAY_SPDK_TGT to the path of nvmf_tgt"
+    if marker == "gpu" and not os.path.exists("/dev/nvidiactl"):
+        return "no CUDA device"
+    if marker == "long" and not LONG:
+        return "large profile: make test-long"
+    return None
+
+
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+    """Skip what this machine or this profile cannot run."""
+    for item in items:
+        for marker in ("spdk", "gpu", "long"):
+            if item.get_closest_marker(marker) and (reason := _missing(marker)):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was not run and why: one line a reason."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        where = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[where.removeprefix("Skipped: ")] += 1
+    terminalreporter.section("not run, and why")
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.line(f"{count} x {reason}")
+    if not reasons:
+        terminalreporter.line("nothing was left out of the tests")
+    if not LONG:
+        terminalreporter.line("large profiles of the property tests: make test-long")
+    if not os.environ.get("FOREBAY_SPDK_TGT"):
+        terminalreporter.line("nothing was run against SPDK's target: FOREBAY_SPDK_TGT is not set")
