@@ -13,8 +13,9 @@ CACHE := $(or $(FOREBAY_CACHE),$(HOME)/.cache/forebay)
 
 VENV := .venv
 BIN := $(VENV)/bin
-# The folder is part of the digest because scripts in a venv name it.
-digest = $(shell { cat pyproject.toml $(1); echo '$(CURDIR)'; } | sha256sum | cut -c1-16)
+# What the stamp covers: the lock, the package's own metadata (not the settings of tools, which follow it), and the folder,
+# since scripts in a venv name it.
+digest = $(shell { cat $(1); sed '/^\[tool.mypy\]/,$$d' pyproject.toml; echo '$(CURDIR)'; } | sha256sum | cut -c1-16)
 RUNTIME := $(VENV)/.runtime-$(call digest,requirements.lock)
 DEV := $(VENV)/.dev-$(call digest,requirements-dev.lock)
 PIP := PIP_CACHE_DIR='$(CACHE)/pip' PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
@@ -48,6 +49,7 @@ $(DEV): | $(BIN)/python
 	@touch $(RUNTIME) $@
 
 venv: $(DEV) ## install everything that work on forebay needs
+	@:
 
 demo: $(RUNTIME) ## run the main job on a node in a temporary directory (ARGS='--help' shows more)
 	@$(BIN)/forebay demo $(ARGS)
