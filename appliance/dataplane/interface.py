@@ -1,0 +1,149 @@
+"""The target interface: what the daemon needs of an NVMe-oF target, whichever one it is.
+
+Two drivers stand behind it (the embedded target, SPDK). They differ in `Capabilities`, and the daemon acts by those,
+never by the driver's name. Every method is a coroutine bounded by the driver's own RPC time-out in wall-clock time and
+raises `Unavailable` when the target does not answer; nothing here is ever retried silently, since the caller decides.
+All calls are idempotent: `attach` replays desired state against a target that may know all, part or none of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from forebay.ids import Extent, GrantId, HostIdentity, VolumeId
+
+__all__ = ["Barrier", "Capabilities", "EndpointInfo", "Target", "TargetInfo", "VolumeSpec", "WriteGrant"]
+
+
+class Barrier(Enum):
+    """What a barrier achieved: everything written before it is on stable media, or nobody knows."""
+
+    FLUSHED = "flushed"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a target can do; every False has a documented way around it (design §6)."""
+
+    fencing: bool
+    """Refuses writes outside live grants, and a revoke returns only when none can still reach media."""
+    barrier: bool
+    """`Target.barrier` can answer `Barrier.FLUSHED`."""
+    per_host_visibility: bool
+    qos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeSpec:
+    """Desired state of one volume at the target.
+
+    ``bdev`` and ``nguid`` are stable for the volume's life; ``path`` is its file or device; ``size_bytes`` its maximum
+    (its size for hosts); ``fenced`` as in design §2.
+    """
+
+    volume: VolumeId
+    tenant: str
+    nsid: int
+    bdev: str
+    path: str
+    size_bytes: int
+    nguid: str
+    fenced: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WriteGrant:
+    """The right of one host to write one extent."""
+
+    grant: GrantId
+    host: HostIdentity
+    extent: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointInfo:
+    """Where hosts of a tenant connect."""
+
+    transport: str
+    address: str
+    port: int
+    subsystem_nqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """What a running target says of itself. ``boot_id`` changes when its process does."""
+
+    kind: str
+    version: str
+    pid: int
+    boot_id: str
+    capabilities: Capabilities
+
+
+class Target(ABC):
+    """One running target process."""
+
+    @abstractmethod
+    async def info(self) -> TargetInfo:
+        """Who answers; raises `Unavailable` when nobody does."""
+
+    @abstractmethod
+    async def add_volume(self, spec: VolumeSpec) -> None:
+        """Serve a volume to the hosts of its tenant that `add_host` names; creates the tenant's subsystem if needed."""
+
+    @abstractmethod
+    async def remove_volume(self, spec: VolumeSpec) -> None:
+        """Stop serving a volume; open commands on it have ended when this returns."""
+
+    @abstractmethod
+    async def endpoint(self, tenant: str) -> EndpointInfo:
+        """Where the tenant's subsystem listens."""
+
+    @abstractmethod
+    async def add_host(self, tenant: str, host: HostIdentity, volumes: Sequence[VolumeSpec]) -> None:
+        """Let a host connect to the tenant's subsystem and see these volumes, and no others."""
+
+    @abstractmethod
+    async def remove_host(self, tenant: str, host: HostIdentity, volumes: Sequence[VolumeSpec]) -> None:
+        """Take that back and tear down the host's controllers: when this returns none of its commands can run."""
+
+    @abstractmethod
+    async def teardown_host(self, host: HostIdentity) -> None:
+        """Tear down every controller of the host; it may connect again. None of its earlier commands can run after."""
+
+    @abstractmethod
+    async def teardown_all(self) -> None:
+        """Tear down every controller of every host and drop all grants."""
+
+    @abstractmethod
+    async def grant(self, grants: Sequence[WriteGrant]) -> None:
+        """Open extents for writing; all or none. Without `Capabilities.fencing` this does nothing."""
+
+    @abstractmethod
+    async def revoke(self, grants: Sequence[GrantId]) -> None:
+        """Close them: when this returns no write under them can still reach media. Unknown ids are no error."""
+
+    @abstractmethod
+    async def barrier(self, volume: VolumeSpec) -> Barrier:
+        """Make what was written to the volume so far stable."""
+
+    @abstractmethod
+    async def prepare_region(self, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
+        """Reserve a region and make it read as zeros. Raises `NoSpace`."""
+
+    @abstractmethod
+    async def release_region(self, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
+        """Give a region's space back; the deallocate has completed when this returns."""
+
+    @abstractmethod
+    async def checksums(self, volume: VolumeSpec, ranges: Sequence[tuple[int, int, int]]) -> list[int]:
+        """CRC-32C of ``(offset_bytes, length_bytes, seed)`` ranges, computed at the target (see `forebay.checksum`)."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let go of the target, which goes on running."""

@@ -1,0 +1,1 @@
+"""The control protocol: generated messages, service stubs, and the columns they carry."""
