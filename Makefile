@@ -34,7 +34,7 @@ $(BIN)/python:
 	  || { echo 'forebay needs python3 3.11 or newer; name one with `make PYTHON=...`' >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo 'this python3 makes no virtual environments: apt-get install python3-venv' >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(RUNTIME): | $(BIN)/python
 	@echo 'installing what forebay needs into $(VENV)'
