@@ -98,4 +98,4 @@ lock: $(DEV) ## choose the newest versions again
 
 clean: ## remove what can be made again
 	@rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	@find appliance client src tests -name __pycache__ -prune -exec rm -rf {} +
+	@find $(LINTED) -name __pycache__ -prune -exec rm -rf {} +
