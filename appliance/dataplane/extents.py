@@ -1,0 +1,158 @@
+"""The extent allocator: slots of one size inside regions, so that nothing ever fragments.
+
+A volume's address space is cut into regions; a claimed region is a slab of equal slots. Blocks of a grid schema get
+slots of exactly their size, opaque values one of 16 classes a doubling (at most 6 % lost). A batch is given consecutive
+slots where a run exists, so that consecutive keys can be read by one command. The map is derived: `ExtentMap.adopt`
+marks what metadata says is in use. Two owners of one slot is a programming error and asserts with both sides named.
+
+Nothing here waits or writes: claiming and releasing regions (durable record, zeroing) is the namespace engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from forebay.ids import LBA_BYTES, Extent, VolumeId
+
+__all__ = ["ExtentMap", "Region", "slot_class_bytes"]
+
+_STEPS_LOG2 = 4  # classes a doubling: 16
+
+
+def slot_class_bytes(length_bytes: int) -> int:
+    """Slot size for a value of any size: whole LBAs, rounded up to one of 16 sizes a doubling."""
+    blocks = -(-length_bytes // LBA_BYTES)
+    shift = max(0, blocks.bit_length() - _STEPS_LOG2 - 1)
+    return (-(-blocks >> shift) << shift) * LBA_BYTES
+
+
+@dataclass(slots=True)
+class Region:
+    """A claimed region: ``slots`` of ``slot_bytes`` from ``offset_bytes`` of its volume."""
+
+    volume: VolumeId
+    number: int
+    offset_bytes: int
+    slot_bytes: int
+    slots: int
+    free: npt.NDArray[np.bool_] = field(repr=False)
+    free_slots: int
+
+    @property
+    def empty(self) -> bool:
+        return self.free_slots == self.slots
+
+    def take(self, want: int) -> list[int]:
+        """Up to ``want`` slots: the first run that holds them all, else the longest runs."""
+        edges = np.flatnonzero(np.diff(self.free.view(np.int8), prepend=0, append=0))
+        starts, lengths = edges[::2], edges[1::2] - edges[::2]
+        fits = np.flatnonzero(lengths >= want)
+        order = fits[:1] if fits.size else np.argsort(-lengths, kind="stable")
+        taken: list[int] = []
+        for run in order.tolist():
+            count = min(want - len(taken), int(lengths[run]))
+            taken += range(int(starts[run]), int(starts[run]) + count)
+            if len(taken) == want:
+                break
+        self.free[taken] = False
+        self.free_slots -= len(taken)
+        return taken
+
+    def extent(self, slot: int) -> Extent:
+        return Extent(self.volume, self.offset_bytes + slot * self.slot_bytes, self.slot_bytes)
+
+
+class ExtentMap:
+    """Regions and free slots of one volume.
+
+    ``regions`` is how many the volume's address space has, numbered from 1 (region 0 holds the label).
+    """
+
+    def __init__(self, volume: VolumeId, region_bytes: int, regions: int) -> None:
+        self.volume = volume
+        self.region_bytes = region_bytes
+        self.regions = regions
+        self.claimed: dict[int, Region] = {}
+        self.used_bytes = 0
+        self._open: dict[int, dict[int, Region]] = {}  # slot size -> regions with free slots, by number
+
+    def unclaimed(self) -> int | None:
+        """The lowest region number that is not claimed, or None."""
+        return next((n for n in range(1, self.regions + 1) if n not in self.claimed), None)
+
+    def claim(self, number: int, slot_bytes: int) -> Region:
+        """Turn a region into a slab of free slots."""
+        assert number not in self.claimed, f"volume {self.volume} region {number} is claimed already"
+        slots = self.region_bytes // slot_bytes
+        offset = number * self.region_bytes
+        region = Region(self.volume, number, offset, slot_bytes, slots, np.ones(slots, np.bool_), slots)
+        self.claimed[number] = region
+        self._open.setdefault(slot_bytes, {})[number] = region
+        return region
+
+    def unclaim(self, number: int) -> None:
+        """Forget an empty region."""
+        region = self.claimed.pop(number)
+        assert region.empty, f"volume {self.volume} region {number} still has {region.slots - region.free_slots} owners"
+        del self._open[region.slot_bytes][number]
+
+    def free_slots(self, slot_bytes: int) -> int:
+        """Free slots of that size."""
+        return sum(region.free_slots for region in self._open.get(slot_bytes, {}).values())
+
+    def take(self, slot_bytes: int, want: int) -> list[Extent]:
+        """Up to ``want`` extents, consecutive where possible."""
+        taken: list[Extent] = []
+        regions = self._open.get(slot_bytes, {})
+        while len(taken) < want and regions:
+            # the fullest region that still holds the whole rest keeps runs together and other regions empty
+            rest = want - len(taken)
+            whole = [r for r in regions.values() if r.free_slots >= rest]
+            region = min(whole, key=lambda r: r.free_slots) if whole else max(regions.values(), key=_free_slots)
+            taken += [region.extent(slot) for slot in region.take(rest)]
+            if not region.free_slots:
+                del regions[region.number]
+        self.used_bytes += len(taken) * slot_bytes
+        return taken
+
+    def give(self, extent: Extent) -> None:
+        """Take an extent back; all of design §6.4 has been met."""
+        region, slot = self._locate(extent)
+        assert not region.free[slot], f"{extent} is given back but has no owner"
+        region.free[slot] = True
+        region.free_slots += 1
+        self._open[region.slot_bytes][region.number] = region
+        self.used_bytes -= region.slot_bytes
+
+    def adopt(self, extent: Extent) -> bool:
+        """Mark an extent that metadata owns as used; False if it cannot be: no such slot, or owned already."""
+        region = self.claimed.get(extent.offset_bytes // self.region_bytes)
+        if region is None or extent.length_bytes != region.slot_bytes:
+            return False
+        slot, odd = divmod(extent.offset_bytes - region.offset_bytes, region.slot_bytes)
+        if odd or slot >= region.slots or not region.free[slot]:
+            return False
+        region.free[slot] = False
+        region.free_slots -= 1
+        if not region.free_slots:
+            del self._open[region.slot_bytes][region.number]
+        self.used_bytes += region.slot_bytes
+        return True
+
+    def empty_regions(self) -> Iterator[Region]:
+        """Claimed regions without owners."""
+        return (region for region in self.claimed.values() if region.empty)
+
+    def _locate(self, extent: Extent) -> tuple[Region, int]:
+        region = self.claimed[extent.offset_bytes // self.region_bytes]
+        slot, odd = divmod(extent.offset_bytes - region.offset_bytes, region.slot_bytes)
+        assert not odd, f"{extent} is not a slot of {region}"
+        return region, slot
+
+
+def _free_slots(region: Region) -> int:
+    return region.free_slots

@@ -1,0 +1,65 @@
+"""Named places where a stop could hurt.
+
+``crash_point("commit.before_metadata")`` does nothing unless that name is armed, by ``FOREBAY_CRASH_AT=name`` (the
+process kills itself there, as SIGKILL would) or by `arm` in a test. `POINTS` lists them all so that a test can visit
+each one; a name that is not listed is a programming error.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+__all__ = ["POINTS", "arm", "crash_point", "disarm"]
+
+POINTS = (
+    "allocate.before_grant",
+    "allocate.after_grant",
+    "commit.before_revoke",
+    "commit.after_data_before_metadata",
+    "commit.after_metadata_before_visible",
+    "delete.before_metadata",
+    "delete.after_metadata_before_free",
+    "evict.before_metadata",
+    "evict.after_metadata_before_free",
+    "region.after_record_before_prepare",
+    "region.after_prepare",
+    "region.before_release",
+    "region.after_release_before_record",
+    "volume.after_file_before_record",
+    "start.after_incarnation",
+    "start.between_labels",
+    "start.after_labels_before_confirm",
+    "store.after_write_before_flush",
+)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+_armed: str | None = os.environ.get("FOREBAY_CRASH_AT")
+_action: Callable[[], None] = _die
+
+
+def arm(name: str, action: Callable[[], None] = _die) -> None:
+    """Run ``action`` (default: SIGKILL to this process) the next time ``name`` is reached."""
+    global _armed, _action
+    if name not in POINTS:
+        raise KeyError(name)
+    _armed, _action = name, action
+
+
+def disarm() -> None:
+    """Let every point pass."""
+    global _armed  # noqa: PLW0603
+    _armed = None
+
+
+def crash_point(name: str) -> None:
+    """A place with a name; see the module."""
+    if _armed is not None and _armed == name:
+        assert name in POINTS, name
+        disarm()
+        _action()

@@ -1,0 +1,270 @@
+"""The packed block index: fixed-width columns in reserved memory and an open-addressing table over them.
+
+No Python object per block. A block is a row number; each fact about it is a cell of a column (numpy). Look-ups of a
+whole batch are vectorised: about 0.1 µs a key in the table beside 0.6 µs for its keyed digest. Memory a block: 92 bytes
+of columns, 4 a tile of checksums, 6 to 12 of table.
+
+Columns are reserved as address space for the most rows the node can ever hold and touched as they fill, so growth
+copies nothing and never stalls a reader. Not thread-safe: its owner is one event loop.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from forebay.errors import NoSpace
+
+__all__ = ["ABSENT", "COLUMNS", "BlockIndex", "Digests", "RowState", "Rows", "SumPool"]
+
+ABSENT = -1
+"""Row number of a key that has no visible block."""
+
+_EMPTY = 0xFFFFFFFF
+_TOMB = 0xFFFFFFFE
+_MAP_NORESERVE = 0x4000  # Linux; the mmap module names it from Python 3.13 only
+_MIN_SLOTS = 1 << 12
+
+Rows = npt.NDArray[np.int64]
+Digests = npt.NDArray[np.uint64]
+
+
+class RowState(IntEnum):
+    """Where a row is in its life."""
+
+    FREE = 0
+    VISIBLE = 1
+    SUSPECT = 2
+    """Visible, but its flush is not known after an unclean stop: verified before it is served."""
+    RETIRED = 3
+    """No longer found; its extent waits for leases to end."""
+
+
+COLUMNS: Mapping[str, np.dtype[Any]] = {
+    "digest": np.dtype("2<u8"),
+    "write_id": np.dtype("2<u8"),
+    "offset": np.dtype("<u8"),
+    "tick": np.dtype("<u8"),
+    "generation": np.dtype("<u8"),
+    "sums": np.dtype("<u8"),
+    "volume": np.dtype("<u4"),
+    "namespace": np.dtype("<u4"),
+    "length": np.dtype("<u4"),
+    "value_length": np.dtype("<u4"),
+    "retain_until_s": np.dtype("<u4"),
+    "tiles": np.dtype("<u2"),
+    "leases": np.dtype("<u2"),
+    "pins": np.dtype("<u2"),
+    "state": np.dtype("u1"),
+    "flags": np.dtype("u1"),
+}
+"""Columns of a row; bytes where not said otherwise. ``sums`` points into the `SumPool` of ``tiles``."""
+
+
+def _reserve(rows: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Zeros that take memory only once touched."""
+    base, shape = dtype.subdtype or (dtype, ())
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    memory = mmap.mmap(-1, max(rows * dtype.itemsize, mmap.PAGESIZE), flags=flags)
+    count = rows * int(np.prod(shape, dtype=np.int64))
+    return np.frombuffer(memory, base, count).reshape(rows, *shape)
+
+
+class SumPool:
+    """Tile checksums of all blocks with the same number of tiles: one row each, u32."""
+
+    def __init__(self, tiles: int, max_rows: int) -> None:
+        self.data: npt.NDArray[np.uint32] = _reserve(max_rows, np.dtype(("<u4", (tiles,))))
+        self.used = 0
+        self._free: list[int] = []
+
+    def put(self, sums: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+        """Store rows of checksums, shape (n, tiles); their places."""
+        count = len(sums)
+        reuse = min(count, len(self._free))
+        places = [self._free.pop() for _ in range(reuse)]
+        places += range(self.used, self.used + count - reuse)
+        self.used += count - reuse
+        where = np.array(places, dtype=np.uint64)
+        self.data[where] = sums
+        return where
+
+    def drop(self, places: Sequence[int]) -> None:
+        """Give places back."""
+        self._free.extend(places)
+
+
+class BlockIndex:
+    """Rows of visible and retired blocks of a node.
+
+    ``secret`` keys the 128-bit digests, so that no client can aim at a collision; ``max_rows`` bounds the blocks.
+    Columns are attributes named as in `COLUMNS`.
+    """
+
+    digest: npt.NDArray[np.uint64]
+    write_id: npt.NDArray[np.uint64]
+    offset: npt.NDArray[np.uint64]
+    tick: npt.NDArray[np.uint64]
+    generation: npt.NDArray[np.uint64]
+    sums: npt.NDArray[np.uint64]
+    volume: npt.NDArray[np.uint32]
+    namespace: npt.NDArray[np.uint32]
+    length: npt.NDArray[np.uint32]
+    value_length: npt.NDArray[np.uint32]
+    retain_until_s: npt.NDArray[np.uint32]
+    tiles: npt.NDArray[np.uint16]
+    leases: npt.NDArray[np.uint16]
+    pins: npt.NDArray[np.uint16]
+    state: npt.NDArray[np.uint8]
+    flags: npt.NDArray[np.uint8]
+
+    def __init__(self, secret: bytes, max_rows: int) -> None:
+        self._secret = secret
+        self.max_rows = max_rows
+        for name, dtype in COLUMNS.items():
+            setattr(self, name, _reserve(max_rows, dtype))
+        self.high = 0  # rows ever used: scans end here
+        self.count = 0  # rows that can be found
+        self._free: list[int] = []
+        self._pools: dict[int, SumPool] = {}
+        self._slots = np.full(_MIN_SLOTS, _EMPTY, np.uint32)
+        self._filled = 0  # slots that are not empty: rows and tombstones
+
+    # ------------------------------------------------------------------------------------------------ digests
+
+    def digests(self, stored_keys: Sequence[bytes]) -> Digests:
+        """Keyed 128-bit digests, shape (n, 2)."""
+        key = self._secret
+        joined = b"".join([blake2b(k, digest_size=16, key=key).digest() for k in stored_keys])
+        return np.frombuffer(joined, "<u8").reshape(-1, 2)
+
+    # ------------------------------------------------------------------------------------------------ look-up
+
+    def find(self, digests: Digests) -> Rows:
+        """Rows of visible blocks, `ABSENT` where there is none."""
+        out = np.full(len(digests), ABSENT, np.int64)
+        mask = np.uint64(len(self._slots) - 1)
+        slots = digests[:, 0] & mask
+        live = np.arange(len(digests))
+        while live.size:
+            rows = self._slots[slots]
+            found = rows < _TOMB
+            safe = np.where(found, rows, 0)
+            match = found & (self.digest[safe] == digests[live]).all(axis=1)
+            out[live[match]] = rows[match]
+            go_on = ~match & (rows != _EMPTY)
+            live = live[go_on]
+            slots = (slots[go_on] + np.uint64(1)) & mask
+        return out
+
+    # ------------------------------------------------------------------------------------------------ changes
+
+    def insert(self, digests: Digests, sums: Sequence[Sequence[int]], **columns: Any) -> Rows:
+        """Add rows for keys that are not in the index (the caller looked); their numbers.
+
+        ``sums`` are the tile checksums of each; ``columns`` are arrays or scalars for the other columns. Raises
+        `NoSpace` when the index is full.
+        """
+        count = len(digests)
+        rows = self._take_rows(count)
+        for name, values in columns.items():
+            getattr(self, name)[rows] = values
+        self.digest[rows] = digests
+        self.leases[rows] = 0
+        self.pins[rows] = columns.get("pins", 0)
+        sizes = np.array([len(s) for s in sums], dtype=np.uint16)
+        self.tiles[rows] = sizes
+        for tiles in np.unique(sizes).tolist():
+            mine = sizes == tiles
+            batch = np.array([s for s, m in zip(sums, mine, strict=True) if m], dtype=np.uint32)
+            self.sums[rows[mine]] = self._pool(tiles).put(batch)
+        self._link(rows, digests)
+        self.count += count
+        return rows
+
+    def unlink(self, rows: Rows) -> None:
+        """Make rows unfindable; they stay until `free`."""
+        mask = len(self._slots) - 1
+        slots = self._slots
+        for row, low in zip(rows.tolist(), self.digest[rows, 0].tolist(), strict=True):
+            at = low & mask
+            while slots[at] != row:
+                at = (at + 1) & mask
+            slots[at] = _TOMB
+        self.count -= len(rows)
+        self.state[rows] = RowState.RETIRED
+
+    def free(self, rows: Rows) -> None:
+        """Give unlinked rows back."""
+        tiles = self.tiles[rows]
+        for size in np.unique(tiles).tolist():
+            self._pools[size].drop(self.sums[rows[tiles == size]].tolist())
+        self.state[rows] = RowState.FREE
+        self._free.extend(rows.tolist())
+
+    def checksums(self, rows: Rows) -> bytes:
+        """Tile checksums of ``rows``, one after another, packed u32."""
+        tiles = self.tiles[rows]
+        sizes = np.unique(tiles)
+        if len(sizes) == 1:
+            return self._pools[int(sizes[0])].data[self.sums[rows]].tobytes()
+        pools, places = self._pools, self.sums[rows].tolist()
+        return b"".join([pools[n].data[p].tobytes() for n, p in zip(tiles.tolist(), places, strict=True)])
+
+    def memory_bytes(self) -> int:
+        """Bytes of memory in use: touched columns, checksums and the table."""
+        columns = self.high * sum(dtype.itemsize for dtype in COLUMNS.values())
+        pools = sum(pool.used * pool.data.itemsize * tiles for tiles, pool in self._pools.items())
+        return int(columns + pools + self._slots.nbytes)
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _pool(self, tiles: int) -> SumPool:
+        pool = self._pools.get(tiles)
+        if pool is None:
+            pool = self._pools[tiles] = SumPool(tiles, self.max_rows)
+        return pool
+
+    def _take_rows(self, count: int) -> Rows:
+        reuse = min(count, len(self._free))
+        if self.high + count - reuse > self.max_rows:
+            raise NoSpace("the block index is full", field="max_blocks", limit=self.max_rows)
+        rows = [self._free.pop() for _ in range(reuse)]
+        rows += range(self.high, self.high + count - reuse)
+        self.high += count - reuse
+        return np.array(rows, dtype=np.int64)
+
+    def _link(self, rows: Rows, digests: Digests) -> None:
+        if (self._filled + len(rows)) * 10 > len(self._slots) * 7:
+            self._rebuild(self.count + len(rows))
+        self._filled += self._place(rows.astype(np.uint32), digests[:, 0])
+
+    def _rebuild(self, rows: int) -> None:
+        """A table with room for ``rows`` at half load, without tombstones."""
+        size = _MIN_SLOTS
+        while size < 2 * rows:
+            size *= 2
+        old = self._slots[self._slots < _TOMB]
+        self._slots = np.full(size, _EMPTY, np.uint32)
+        self._place(old, self.digest[old, 0])
+        self._filled = len(old)
+
+    def _place(self, rows: npt.NDArray[np.uint32], low: npt.NDArray[np.uint64]) -> int:
+        """Put rows into free slots of their probe sequences, all at once; how many empty slots that filled."""
+        table, mask = self._slots, np.uint64(len(self._slots) - 1)
+        slots, filled = low & mask, 0
+        while rows.size:
+            seen = table[slots]
+            first = np.zeros(len(rows), bool)
+            first[np.unique(slots, return_index=True)[1]] = True  # one row a slot, the others probe on
+            take = first & (seen >= _TOMB)
+            filled += int(np.count_nonzero(seen[take] == _EMPTY))
+            table[slots[take]] = rows[take]
+            rows, slots = rows[~take], (slots[~take] + np.uint64(1)) & mask
+        return filled
