@@ -1,0 +1,341 @@
+"""Driver of the embedded target: SPDK's RPC methods, and the private ``forebay_*`` ones for what SPDK lacks.
+
+Every call first asks what the target has and adds or takes away the difference, so that replaying desired state is the
+same code whether the target knows all of it, part of it or (after its restart) nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from uuid import UUID
+
+from forebay.appliance.dataplane.interface import (
+    Barrier,
+    Capabilities,
+    EndpointInfo,
+    Target,
+    TargetInfo,
+    VolumeSpec,
+    WriteGrant,
+)
+from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
+from forebay.errors import (
+    AlreadyExists,
+    ForebayError,
+    NotFound,
+    ProtocolError,
+    TargetRefused,
+    Unavailable,
+    VolumeMismatch,
+)
+from forebay.ids import LBA_BYTES, GrantId, HostIdentity, VolumeId
+
+__all__ = ["NQN_PREFIX", "EmbeddedTarget", "TransportLimits"]
+
+_T = TypeVar("_T")
+
+NQN_PREFIX = "nqn.2026-11.io.forebay"
+MODEL = "Forebay"
+TRANSPORT = "TCP"
+MAX_NAMESPACES = 1024
+"""Namespaces of one tenant's subsystem; fixed when it is created."""
+BATCH = 4096
+"""Grants, ids or ranges in one request at most, so that no message grows without bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportLimits:
+    """Limits of the NVMe/TCP transport, by SPDK's names; None leaves the target's own default."""
+
+    max_io_bytes: int | None = None
+    in_capsule_bytes: int | None = None
+    queue_depth: int | None = None
+    queues_per_controller: int | None = None
+
+
+class EmbeddedTarget(Target):
+    """The embedded target behind a control socket.
+
+    One subsystem per tenant, ``nqn.2026-11.io.forebay:<node>:<tenant>``, all on one listener. With ``port`` 0 the first
+    listener takes a free port, which is kept for every later one, also after a restart of the target, as long as
+    nobody else took it meanwhile.
+    """
+
+    def __init__(
+        self,
+        rpc: JsonRpcClient,
+        *,
+        node: str,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        limits: TransportLimits | None = None,
+    ) -> None:
+        self._rpc = rpc
+        self._node = node
+        self._address = address
+        self._fixed_port = port
+        self._port = port
+        self._limits = limits or TransportLimits()
+        self._volumes: dict[VolumeId, VolumeSpec] = {}
+        self._shape = asyncio.Lock()  # one change of subsystems at a time: each is a look followed by an act
+
+    def subsystem_nqn(self, tenant: str) -> str:
+        """The tenant's subsystem."""
+        return f"{NQN_PREFIX}:{self._node}:{tenant}"
+
+    async def info(self) -> TargetInfo:
+        found = await self._rpc.call("forebay_get_info")
+        try:
+            flags = found["capabilities"]
+            return TargetInfo(
+                kind="embedded",
+                version=str(found["version"]),
+                pid=int(found["pid"]),
+                boot_id=str(found["boot_id"]),
+                capabilities=Capabilities(
+                    fencing=bool(flags["fencing"]),
+                    barrier=bool(flags["barrier"]),
+                    per_host_visibility=bool(flags["per_host_visibility"]),
+                    qos=bool(flags.get("qos", False)),
+                ),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"forebay_get_info: {error!r} in the answer") from error
+
+    async def add_volume(self, spec: VolumeSpec) -> None:
+        nqn = self.subsystem_nqn(spec.tenant)
+        async with self._shape:
+            await self._add_bdev(spec)
+            subsystem = await self._ensure_subsystem(spec.tenant)
+            namespace = _namespace(subsystem, spec.nsid)
+            if namespace is None:
+                wanted = {
+                    "bdev_name": spec.bdev,
+                    "nsid": spec.nsid,
+                    "nguid": _nguid(spec),
+                    "uuid": _uuid(spec),
+                    "no_auto_visible": True,
+                }
+                await self._rpc.call("nvmf_subsystem_add_ns", {"nqn": nqn, "namespace": wanted})
+            elif namespace["bdev_name"] != spec.bdev:
+                raise AlreadyExists(
+                    f"NSID {spec.nsid} of {nqn} is {namespace['bdev_name']}, not {spec.bdev}", field="nsid"
+                )
+            self._volumes[spec.volume] = spec
+
+    async def remove_volume(self, spec: VolumeSpec) -> None:
+        nqn = self.subsystem_nqn(spec.tenant)
+        async with self._shape:
+            subsystem = (await self._subsystems()).get(nqn)
+            if subsystem is not None and _namespace(subsystem, spec.nsid) is not None:
+                await self._rpc.call("nvmf_subsystem_remove_ns", {"nqn": nqn, "nsid": spec.nsid})
+            with suppress(NotFound):
+                await self._rpc.call("bdev_aio_delete", {"name": spec.bdev})
+            self._volumes.pop(spec.volume, None)
+            await self._drop_if_empty(nqn)
+
+    async def endpoint(self, tenant: str) -> EndpointInfo:
+        nqn = self.subsystem_nqn(tenant)
+        subsystem = (await self._subsystems()).get(nqn)
+        listener = _listener(subsystem, self._address) if subsystem is not None else None
+        if listener is None:
+            raise NotFound(f"the target has no subsystem for tenant {tenant}", field="tenant")
+        return EndpointInfo(TRANSPORT.lower(), listener["traddr"], int(listener["trsvcid"]), nqn)
+
+    async def add_host(self, tenant: str, host: HostIdentity, volumes: Sequence[VolumeSpec]) -> None:
+        nqn = self.subsystem_nqn(tenant)
+        visible = {spec.nsid for spec in volumes}
+        async with self._shape:
+            subsystem = await self._ensure_subsystem(tenant)
+            if host.nqn not in _hosts(subsystem):
+                await self._rpc.call("nvmf_subsystem_add_host", {"nqn": nqn, "host": host.nqn})
+            for namespace in subsystem["namespaces"]:
+                nsid = namespace["nsid"]
+                if (host.nqn in _hosts(namespace)) != (nsid in visible):
+                    method = "nvmf_ns_add_host" if nsid in visible else "nvmf_ns_remove_host"
+                    await self._rpc.call(method, {"nqn": nqn, "nsid": nsid, "host": host.nqn})
+                visible.discard(nsid)
+            if visible:
+                raise NotFound(f"{nqn} has no NSID {min(visible)}: add its volume first", field="volumes")
+
+    async def remove_host(self, tenant: str, host: HostIdentity, volumes: Sequence[VolumeSpec]) -> None:
+        nqn = self.subsystem_nqn(tenant)
+        async with self._shape:
+            subsystem = (await self._subsystems()).get(nqn)
+            if subsystem is not None:
+                # First the right to come back, then the connections: in the other order it could return in between.
+                if host.nqn in _hosts(subsystem):
+                    await self._rpc.call("nvmf_subsystem_remove_host", {"nqn": nqn, "host": host.nqn})
+                for namespace in subsystem["namespaces"]:
+                    if host.nqn in _hosts(namespace):
+                        values = {"nqn": nqn, "nsid": namespace["nsid"], "host": host.nqn}
+                        await self._rpc.call("nvmf_ns_remove_host", values)
+            await self.teardown_host(host)
+            await self._drop_if_empty(nqn)
+
+    async def teardown_host(self, host: HostIdentity) -> None:
+        await self._rpc.call("forebay_host_teardown", {"host_nqn": host.nqn, "host_id": host.host_id or None})
+
+    async def teardown_all(self) -> None:
+        await self._rpc.call("forebay_teardown_all")
+
+    async def grant(self, grants: Sequence[WriteGrant]) -> None:
+        """Open extents for writing; all or none.
+
+        After `Unavailable` nobody knows: the caller revokes the ids before it gives the extents to another.
+        """
+        groups: dict[tuple[str, HostIdentity], list[list[int]]] = {}
+        for grant in grants:
+            spec = self._volumes.get(grant.extent.volume)
+            if spec is None:
+                raise NotFound(f"the target does not serve volume {grant.extent.volume}", field="volume")
+            row = [grant.grant, grant.extent.offset_bytes // LBA_BYTES, grant.extent.length_bytes // LBA_BYTES]
+            groups.setdefault((spec.bdev, grant.host), []).append(row)
+        asked: list[GrantId] = []
+        try:
+            for (bdev, host), rows in groups.items():
+                for part in _parts(rows):
+                    asked += [GrantId(row[0]) for row in part]
+                    values = {"name": bdev, "host_nqn": host.nqn, "host_id": host.host_id, "grants": part}
+                    await self._rpc.call("forebay_grants_add", values)
+        except ForebayError:
+            # All or none: also the part that failed, of which perhaps only the answer was lost.
+            with suppress(Unavailable):
+                await self.revoke(asked)
+            raise
+
+    async def revoke(self, grants: Sequence[GrantId]) -> None:
+        for part in _parts(grants):
+            await self._rpc.call("forebay_grants_revoke", {"ids": part})
+
+    async def barrier(self, volume: VolumeSpec) -> Barrier:
+        found = await self._rpc.call("forebay_barrier", {"name": volume.bdev})
+        try:
+            return Barrier(found["result"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"forebay_barrier: {found!r} is not an answer") from error
+
+    async def prepare_region(self, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
+        values = {"name": volume.bdev, "offset_bytes": offset_bytes, "length_bytes": length_bytes}
+        await self._rpc.call("forebay_region_prepare", values)
+
+    async def release_region(self, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
+        values = {"name": volume.bdev, "offset_bytes": offset_bytes, "length_bytes": length_bytes}
+        await self._rpc.call("forebay_region_release", values)
+
+    async def checksums(self, volume: VolumeSpec, ranges: Sequence[tuple[int, int, int]]) -> list[int]:
+        found: list[int] = []
+        for part in _parts(ranges):
+            values = {"name": volume.bdev, "kind": "crc32c", "ranges": [list(one) for one in part]}
+            answer = await self._rpc.call("forebay_verify", values)
+            sums = answer.get("checksums") if isinstance(answer, dict) else None
+            if not isinstance(sums, list) or len(sums) != len(part):
+                raise ProtocolError("forebay_verify: not one checksum for each range")
+            found += sums
+        return found
+
+    async def close(self) -> None:
+        await self._rpc.close()
+
+    async def _subsystems(self) -> dict[str, dict[str, Any]]:
+        """Every NVM subsystem by its NQN, as `nvmf_get_subsystems` shows it."""
+        found = await self._rpc.call("nvmf_get_subsystems")
+        return {one["nqn"]: one for one in found if "namespaces" in one}
+
+    async def _add_bdev(self, spec: VolumeSpec) -> None:
+        known = [bdev for bdev in await self._rpc.call("bdev_get_bdevs") if bdev["name"] == spec.bdev]
+        if not known:
+            values = {"name": spec.bdev, "filename": spec.path, "block_size": LBA_BYTES, "uuid": _uuid(spec)}
+            await self._rpc.call("bdev_aio_create", values)
+        elif (file := known[0]["driver_specific"]["aio"]["filename"]) != spec.path:
+            raise VolumeMismatch(f"the target serves {file} as {spec.bdev}, not {spec.path}", field="path")
+        mode = "fenced" if spec.fenced else "raw"
+        await self._rpc.call("forebay_bdev_set_mode", {"name": spec.bdev, "mode": mode})
+
+    async def _ensure_subsystem(self, tenant: str) -> dict[str, Any]:
+        nqn = self.subsystem_nqn(tenant)
+        subsystems = await self._subsystems()
+        self._learn_port(subsystems.values())
+        if nqn not in subsystems:
+            await self._ensure_transport()
+            values = {
+                "nqn": nqn,
+                "serial_number": self._node[:20],
+                "model_number": MODEL,
+                "max_namespaces": MAX_NAMESPACES,
+            }
+            await self._rpc.call("nvmf_create_subsystem", values)
+        if nqn not in subsystems or _listener(subsystems[nqn], self._address) is None:
+            await self._listen(nqn)
+            subsystems = await self._subsystems()
+            self._learn_port([subsystems[nqn]])
+        return subsystems[nqn]
+
+    async def _ensure_transport(self) -> None:
+        known = await self._rpc.call("nvmf_get_transports")
+        if any(one.get("trtype") == TRANSPORT for one in known):
+            return
+        values = {
+            "trtype": TRANSPORT,
+            "max_io_size": self._limits.max_io_bytes,
+            "in_capsule_data_size": self._limits.in_capsule_bytes,
+            "max_queue_depth": self._limits.queue_depth,
+            "max_io_qpairs_per_ctrlr": self._limits.queues_per_controller,
+        }
+        await self._rpc.call("nvmf_create_transport", values)
+
+    async def _listen(self, nqn: str) -> None:
+        try:
+            await self._add_listener(nqn, self._port)
+        except TargetRefused:
+            if self._fixed_port or not self._port:
+                raise
+            await self._add_listener(nqn, 0)  # the port we had is taken: hosts ask the daemon for the new one
+
+    async def _add_listener(self, nqn: str, port: int) -> None:
+        family = "IPv6" if ":" in self._address else "IPv4"
+        address = {"trtype": TRANSPORT, "adrfam": family, "traddr": self._address, "trsvcid": str(port)}
+        await self._rpc.call("nvmf_subsystem_add_listener", {"nqn": nqn, "listen_address": address})
+
+    def _learn_port(self, subsystems: Iterable[dict[str, Any]]) -> None:
+        for subsystem in subsystems:
+            listener = _listener(subsystem, self._address)
+            if listener is not None:
+                self._port = int(listener["trsvcid"])
+
+    async def _drop_if_empty(self, nqn: str) -> None:
+        subsystem = (await self._subsystems()).get(nqn)
+        if subsystem is not None and not subsystem["namespaces"] and not subsystem["hosts"]:
+            await self._rpc.call("nvmf_delete_subsystem", {"nqn": nqn})
+
+
+def _uuid(spec: VolumeSpec) -> str:
+    return str(UUID(spec.nguid))
+
+
+def _nguid(spec: VolumeSpec) -> str:
+    return UUID(spec.nguid).hex.upper()  # SPDK takes and shows 32 hex digits
+
+
+def _namespace(subsystem: dict[str, Any], nsid: int) -> dict[str, Any] | None:
+    return next((one for one in subsystem["namespaces"] if one["nsid"] == nsid), None)
+
+
+def _hosts(thing: dict[str, Any]) -> set[str]:
+    """Host NQNs of a subsystem or of a namespace that is not visible to all."""
+    return {one["nqn"] if isinstance(one, dict) else one for one in thing.get("hosts", ())}
+
+
+def _listener(subsystem: dict[str, Any], address: str) -> dict[str, Any] | None:
+    for one in subsystem["listen_addresses"]:
+        if one["trtype"] == TRANSPORT and one["traddr"] == address:
+            return dict(one)
+    return None
+
+
+def _parts(items: Sequence[_T]) -> list[list[_T]]:
+    return [list(items[at : at + BATCH]) for at in range(0, len(items), BATCH)]

@@ -1,0 +1,202 @@
+"""JSON-RPC 2.0 over a UNIX socket in SPDK's framing: JSON values one after the other, nothing between them.
+
+Several requests travel on one connection at a time and may be answered in any order. What the target reports as an
+error becomes one of `forebay.errors` here and nowhere else (`translate`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from collections.abc import Mapping
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+from forebay.errors import (
+    AlreadyExists,
+    Busy,
+    ForebayError,
+    NoSpace,
+    NotFound,
+    ProtocolError,
+    TargetFailed,
+    TargetRefused,
+    Unavailable,
+)
+
+__all__ = ["JsonRpcClient", "JsonStream", "translate"]
+
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_UNSENT_BYTES = 64 << 20
+"""A target that reads nothing must not make the daemon hold requests without end."""
+READ_BYTES = 256 << 10
+
+METHOD_NOT_FOUND = -32601
+
+# Errors of SPDK are negative errno values or JSON-RPC's own -32xxx codes. Anything else is the target's own failure.
+ERRORS: dict[int, type[ForebayError]] = {
+    -errno.ENOSPC: NoSpace,
+    -errno.EDQUOT: NoSpace,
+    -errno.EEXIST: AlreadyExists,
+    -errno.ENOENT: NotFound,
+    -errno.ENODEV: NotFound,
+    -errno.ENXIO: NotFound,
+    -errno.EBUSY: Busy,
+    -errno.EAGAIN: Busy,
+    -errno.ETIMEDOUT: Unavailable,
+    -errno.ESHUTDOWN: Unavailable,
+    -errno.EPERM: TargetRefused,
+    -errno.EACCES: TargetRefused,
+    -errno.EINVAL: TargetRefused,
+    -errno.EADDRINUSE: TargetRefused,
+    -errno.EADDRNOTAVAIL: TargetRefused,
+    -32700: TargetRefused,
+    -32600: TargetRefused,
+    METHOD_NOT_FOUND: TargetRefused,
+    -32602: TargetRefused,
+}
+
+
+def translate(method: str, error: Any) -> ForebayError:
+    """The error object of a response as one of ours."""
+    if not isinstance(error, dict) or not isinstance(error.get("code"), int):
+        return ProtocolError(f"{method}: the target's error object is malformed")
+    code: int = error["code"]
+    name = errno.errorcode.get(-code, str(code))
+    return ERRORS.get(code, TargetFailed)(f"{method}: {error.get('message', 'no message')} ({name})", field=method)
+
+
+class JsonStream:
+    """Splits a byte stream into JSON objects; holds the bytes of one that has not ended."""
+
+    def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._max_bytes = max_message_bytes
+        self._buffer = bytearray()
+        self._decoder = json.JSONDecoder()
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """The objects that ``data`` completes. Raises `ProtocolError` for what cannot become one."""
+        self._buffer += data
+        if len(self._buffer) > self._max_bytes:
+            raise ProtocolError("a message of the target is too long", field="message", limit=self._max_bytes)
+        # An object ends with a brace: looking only then keeps a long message from being parsed once per piece.
+        if not data.rstrip().endswith(b"}"):
+            return []
+        text = self._buffer.decode("utf-8", "replace")
+        found: list[dict[str, Any]] = []
+        at = 0
+        while (at := _skip_space(text, at)) < len(text):
+            if text[at] != "{":
+                raise ProtocolError("the target sent something that is not a JSON object")
+            try:
+                value, at = self._decoder.raw_decode(text, at)
+            except ValueError:
+                break
+            found.append(value)
+        self._buffer = bytearray(text[at:].encode())
+        return found
+
+
+def _skip_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n\0":
+        at += 1
+    return at
+
+
+class JsonRpcClient:
+    """One connection to a target's control socket, opened when first needed and again after it was lost.
+
+    A call raises `Unavailable` when nobody listens, when the connection ends before the answer or when the answer does
+    not come in time (wall-clock seconds); whether the target carried the request out is then unknown, and nothing is
+    sent twice. Not for use from several event loops.
+    """
+
+    def __init__(self, path: Path, *, timeout_s: float = 10.0) -> None:
+        self.path = path
+        self._timeout_s = timeout_s
+        self._next_id = 0
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._connecting = asyncio.Lock()
+
+    async def call(
+        self, method: str, params: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> Any:
+        """The ``result`` of one request; parameters that are None are left out."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        request: dict[str, Any] = {"jsonrpc": "2.0", "method": method, "id": self._new_id()}
+        if params:
+            request["params"] = {name: value for name, value in params.items() if value is not None}
+        data = json.dumps(request, separators=(",", ":")).encode() + b"\n"
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(limit_s):
+                writer = await self._connected()
+                if writer.transport.get_write_buffer_size() + len(data) > MAX_UNSENT_BYTES:
+                    raise Unavailable(f"{method}: the target does not read its requests", field=str(self.path))
+                self._waiting[request["id"]] = answer
+                writer.write(data)
+                await writer.drain()
+                response = await answer
+        except TimeoutError:
+            raise Unavailable(f"{method}: no answer within {limit_s:g} s", field=str(self.path)) from None
+        except OSError as error:
+            raise Unavailable(f"{method}: {error.strerror or error}", field=str(self.path)) from error
+        finally:
+            self._waiting.pop(request["id"], None)
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # seen, should the write have failed first
+        if "error" in response:
+            raise translate(method, response["error"])
+        if "result" not in response:
+            raise ProtocolError(f"{method}: an answer with neither result nor error")
+        return response["result"]
+
+    async def close(self) -> None:
+        """End the connection; calls that wait raise `Unavailable`. The next call opens a new one."""
+        reading, self._reading = self._reading, None
+        self._drop(Unavailable("the control connection was closed", field=str(self.path)))
+        if reading is not None:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    async def _connected(self) -> asyncio.StreamWriter:
+        async with self._connecting:
+            if self._writer is None:
+                reader, self._writer = await asyncio.open_unix_connection(str(self.path))
+                self._reading = asyncio.create_task(self._read(reader, self._writer), name=f"jsonrpc {self.path}")
+            return self._writer
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stream = JsonStream()
+        problem: ForebayError = Unavailable("the target closed its control connection", field=str(self.path))
+        try:
+            while data := await reader.read(READ_BYTES):
+                for message in stream.feed(data):
+                    # An answer to a call that gave up finds nobody and is dropped.
+                    answer = self._waiting.pop(message["id"], None) if isinstance(message.get("id"), int) else None
+                    if answer is not None and not answer.done():
+                        answer.set_result(message)
+        except OSError as error:
+            problem = Unavailable(f"the control connection failed: {error}", field=str(self.path))
+        except ProtocolError as error:
+            problem = error
+        finally:
+            if self._writer is writer:
+                self._drop(problem)
+
+    def _drop(self, problem: ForebayError) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.transport.abort()
+        waiting, self._waiting = self._waiting, {}
+        for answer in waiting.values():
+            if not answer.done():
+                answer.set_exception(copy(problem))
