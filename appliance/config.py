@@ -1,0 +1,455 @@
+"""The configuration of a node: one TOML file, overridden by the environment, overridden by flags.
+
+Each key is described where it is declared; ``forebay serve --print-config`` and ``docs/config.md`` are made from that
+(``python -m forebay.appliance.config`` prints the page).
+"""
+# ruff: noqa: RUF009 (`setting` is `dataclasses.field` with metadata)
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import socket
+import textwrap
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forebay.appliance.dataplane.volumes import MIN_REGION_BYTES, REGION_UNIT_BYTES
+from forebay.appliance.settings import (
+    Boolean,
+    Choice,
+    Duration,
+    Endpoint,
+    Folder,
+    Fraction,
+    Integer,
+    ListenAddress,
+    Setting,
+    Size,
+    Text,
+    format_size,
+    setting,
+)
+from forebay.errors import ConfigInvalid
+
+__all__ = [
+    "Config",
+    "DriveConfig",
+    "GrpcConfig",
+    "LogConfig",
+    "SessionsConfig",
+    "SpaceConfig",
+    "TargetConfig",
+    "load",
+    "render_markdown",
+    "render_toml",
+]
+
+ENVIRONMENT_PREFIX = "FOREBAY_"
+DEFAULT_DATA = "~/.local/share/forebay"
+MAX_CAPACITY_BYTES = 1 << 50
+COMMENT_COLUMNS = 110
+CAPACITY = Size(MIN_REGION_BYTES, MAX_CAPACITY_BYTES)
+CAPACITY_DEFAULT = "80 % of what the drive has free, at most 64GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class DriveConfig:
+    """One drive: a directory on a file system of its own, or at least on one with room for it."""
+
+    path: Path = setting("path", Folder(), Path(), "The drive's directory; it must be named.", "none")
+    capacity_bytes: int | None = setting(
+        "capacity", CAPACITY, None, "Bytes of blocks that the drive holds at most.", "the top-level capacity"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcConfig:
+    """The control service: everything but the blocks' bytes."""
+
+    listen: Endpoint = setting(
+        "listen",
+        ListenAddress(),
+        Endpoint("127.0.0.1", 7470),
+        "Where clients connect. An address that other machines can reach needs `allow_plaintext`.",
+    )
+    allow_plaintext: bool = setting(
+        "allow_plaintext",
+        Boolean(),
+        False,
+        "Serve other machines although tokens and metadata cross the network unencrypted: for networks that are "
+        "protected in another way.",
+    )
+    max_message_bytes: int = setting(
+        "max_message", Size(1 << 20, 1 << 30), 32 << 20, "The longest message taken or sent."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TargetConfig:
+    """The data path: the NVMe-oF target that clients read from and write to."""
+
+    kind: str = setting(
+        "kind",
+        Choice(("embedded",), {"spdk": 'is not in this version: use "embedded"'}),
+        "embedded",
+        "Which target serves the volumes.",
+    )
+    listen: Endpoint = setting(
+        "listen",
+        ListenAddress(),
+        Endpoint("127.0.0.1", 4420),
+        "Where NVMe/TCP hosts connect: the address is told to clients, so it must be one that they can reach. "
+        "Block data crosses it unencrypted.",
+    )
+    on_stop: str = setting(
+        "on_stop",
+        Choice(("stop", "keep")),
+        "stop",
+        "What happens to the target when the node stops: `keep` leaves it running for the next start to find.",
+    )
+    max_connections: int = setting(
+        "max_connections", Integer(2, 65_535), 4096, "NVMe/TCP connections (queues) at the same time."
+    )
+    max_command_bytes: int = setting(
+        "max_command",
+        Size(128 << 10, 64 << 20, power_of_two=True),
+        8 << 20,
+        "The longest transfer of one NVMe command (MDTS).",
+    )
+    in_capsule_bytes: int = setting(
+        "in_capsule",
+        Size(4 << 10, 1 << 20, multiple=4096),
+        8 << 10,
+        "The longest write whose data travels with its command, without a round trip.",
+    )
+    rpc_timeout_ms: int = setting(
+        "rpc_timeout", Duration(100, 600_000), 10_000, "How long the target may take to answer a control request."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsConfig:
+    """Sessions of engines, with the leases and grants that belong to them."""
+
+    heartbeat_ms: int = setting(
+        "heartbeat", Duration(100, 60_000), 2_000, "How often clients are told to send a heartbeat."
+    )
+    expiry_ms: int = setting(
+        "expiry",
+        Duration(200, 3_600_000),
+        10_000,
+        "A session ends when nothing was heard of it for so long; at least twice `heartbeat`.",
+    )
+    lease_ttl_ms: int = setting(
+        "lease_ttl", Duration(100, 600_000), 10_000, "How long a read lease lasts, and the most a client may ask for."
+    )
+    write_ttl_ms: int = setting(
+        "write_ttl", Duration(100, 3_600_000), 30_000, "How long a writer has from Allocate to Commit."
+    )
+    max_sessions: int = setting("max_sessions", Integer(1, 1_000_000), 4096, "Sessions at the same time.")
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceConfig:
+    """How a drive's space is divided and freed."""
+
+    region_bytes: int = setting(
+        "region",
+        Size(MIN_REGION_BYTES, 4 << 30, multiple=REGION_UNIT_BYTES, power_of_two=True),
+        MIN_REGION_BYTES,
+        "The unit in which space moves between KV namespaces. Volumes keep the one they were made with.",
+    )
+    high_watermark: float = setting(
+        "high_watermark", Fraction(0.5, 1.0), 0.97, "Eviction in the background begins when so much is in use."
+    )
+    low_watermark: float = setting("low_watermark", Fraction(0.1, 1.0), 0.95, "It ends when so much is left in use.")
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """The daemon's log, written to standard error."""
+
+    level: str = setting(
+        "level", Choice(("debug", "info", "warning", "error")), "info", "The least important lines that are written."
+    )
+    format: str = setting("format", Choice(("text", "json")), "text", "Lines for people, or one JSON object a line.")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that a node is told."""
+
+    data: Path = setting(
+        "data", Folder(), Path(), "The node's data directory, made when it is not there.", DEFAULT_DATA
+    )
+    capacity_bytes: int | None = setting(
+        "capacity",
+        CAPACITY,
+        None,
+        "Bytes of blocks that a drive holds at most, for each drive that names no capacity of its own.",
+        CAPACITY_DEFAULT,
+    )
+    metadata_dir: Path = setting(
+        "metadata_dir",
+        Folder(),
+        Path(),
+        "Where RocksDB lies: a fast and durable disk.",
+        "metadata in the data directory",
+    )
+    name: str = setting("name", Text(), "", "The node's name in logs and answers.", "the host's name")
+    drives: tuple[DriveConfig, ...] = ()
+    grpc: GrpcConfig = GrpcConfig()
+    target: TargetConfig = TargetConfig()
+    sessions: SessionsConfig = SessionsConfig()
+    space: SpaceConfig = SpaceConfig()
+    log: LogConfig = LogConfig()
+
+
+SECTIONS: dict[str, type[Any]] = {
+    "grpc": GrpcConfig,
+    "target": TargetConfig,
+    "sessions": SessionsConfig,
+    "space": SpaceConfig,
+    "log": LogConfig,
+}
+
+
+def _settings(section: type[Any]) -> Iterator[tuple[str, Setting, Any]]:
+    """Attribute, setting and default of each key of a section."""
+    for field in dataclasses.fields(section):
+        if "setting" in field.metadata:
+            yield field.name, field.metadata["setting"], field.default
+
+
+def _keys(section: type[Any]) -> dict[str, tuple[str, Setting]]:
+    return {found.key: (attribute, found) for attribute, found, _ in _settings(section)}
+
+
+def _unknown(name: str, known: list[str], source: str) -> ConfigInvalid:
+    section, _, key = name.rpartition(".")
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    advice = f"did you mean {near[0]!r}?" if near else f"known there: {', '.join(sorted(known))}"
+    where = f" in [{section}]" if section else ""
+    return ConfigInvalid(f"unknown key {key!r}{where} of {source}; {advice}", field=name)
+
+
+def _read_table(section: type[Any], prefix: str, table: Any, source: str, base: Path) -> dict[str, Any]:
+    """The attributes that a TOML table sets."""
+    if not isinstance(table, dict):
+        raise ConfigInvalid(f"{prefix} of {source} must be a table", field=prefix)
+    known = _keys(section)
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        name = f"{prefix}.{key}" if prefix else key
+        if key not in known:
+            raise _unknown(name, list(known), source)
+        attribute, found = known[key]
+        values[attribute] = found.kind.parse(value, name, base)
+    return values
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigInvalid(f"{path}: {error.strerror}", field="config") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigInvalid(f"{path} is not TOML: {error}", field="config") from error
+
+
+def load(
+    path: Path | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Config:
+    """The configuration of a node; flags stand above the environment, that above the file, that above the defaults.
+
+    ``flags`` go by dotted keys (``grpc.listen``); those that are None were not given. Relative paths start from the
+    file's directory in a file, from the current one elsewhere. Raises `ConfigInvalid` naming the key and its limit.
+    """
+    here = Path.cwd()
+    values: dict[str, dict[str, Any]] = {name: {} for name in ("", *SECTIONS)}
+    drives: list[DriveConfig] = []
+    if path is not None:
+        base = path.absolute().parent
+        tables = _read_file(path)
+        for index, table in enumerate(_tables(tables.pop("drives", []), str(path))):
+            name = f"drives[{index}]"
+            found = _read_table(DriveConfig, name, table, str(path), base)
+            if "path" not in found:
+                raise ConfigInvalid(f"{name} of {path} has no path", field=f"{name}.path")
+            drives.append(DriveConfig(**found))
+        for section, cls in SECTIONS.items():
+            values[section] = _read_table(cls, section, tables.pop(section, {}), str(path), base)
+        for key in tables:
+            if key not in _keys(Config):
+                raise _unknown(key, [*_keys(Config), *SECTIONS, "drives"], str(path))
+        values[""] = _read_table(Config, "", tables, str(path), base)
+    _read_environment(os.environ if environ is None else environ, values, here)
+    for name, value in (flags or {}).items():
+        if value is not None:
+            section, _, key = name.rpartition(".")
+            attribute, found_setting = _keys(SECTIONS[section] if section else Config)[key]
+            values[section][attribute] = found_setting.kind.parse(value, name, here)
+    return _checked(_assemble(values, tuple(drives)))
+
+
+def _tables(value: Any, source: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ConfigInvalid(f"drives of {source} must be [[drives]] tables", field="drives")
+    return value
+
+
+def _read_environment(environ: Mapping[str, str], values: dict[str, dict[str, Any]], base: Path) -> None:
+    sections: dict[str, type[Any]] = {"": Config, **SECTIONS}
+    for section, cls in sections.items():
+        prefix = f"{ENVIRONMENT_PREFIX}{section.upper()}_" if section else ENVIRONMENT_PREFIX
+        known = {prefix + key.upper(): (attribute, found) for key, (attribute, found) in _keys(cls).items()}
+        for variable, text in environ.items():
+            if variable in known:
+                attribute, found = known[variable]
+                values[section][attribute] = found.kind.parse(text, variable, base)
+            elif section and variable.startswith(prefix):
+                # Other FOREBAY_ variables belong to other programs; one with a section's name is a mistake.
+                raise _unknown(variable, list(known), "the environment")
+
+
+def _assemble(values: dict[str, dict[str, Any]], drives: tuple[DriveConfig, ...]) -> Config:
+    top = values[""]
+    data: Path = top.pop("data", None) or Path(DEFAULT_DATA).expanduser()
+    capacity_bytes = top.get("capacity_bytes")
+    if not drives:
+        drives = (DriveConfig(data / "drive0"),)
+    return Config(
+        data=data,
+        metadata_dir=top.pop("metadata_dir", data / "metadata"),
+        name=top.pop("name", None) or _host_name(),
+        drives=tuple(
+            dataclasses.replace(drive, capacity_bytes=drive.capacity_bytes or capacity_bytes) for drive in drives
+        ),
+        **top,
+        **{section: cls(**values[section]) for section, cls in SECTIONS.items()},
+    )
+
+
+def _host_name() -> str:
+    """The host's name as far as it is one that a node may have."""
+    return re.sub(r"[^A-Za-z0-9._-]|^[._-]+", "", socket.gethostname())[:64] or "forebay"
+
+
+def _checked(config: Config) -> Config:
+    """Rules between keys. Raises `ConfigInvalid`."""
+    listen = config.grpc.listen
+    if not listen.loopback and not config.grpc.allow_plaintext:
+        raise ConfigInvalid(
+            f"grpc.listen: other machines can reach {listen} and would send tokens unencrypted; "
+            "listen on 127.0.0.1, or set grpc.allow_plaintext = true on a protected network",
+            field="grpc.listen",
+        )
+    if config.target.listen.unspecified:
+        raise ConfigInvalid(
+            f"target.listen: clients cannot be told to connect to {config.target.listen}: name one of this machine's "
+            "addresses",
+            field="target.listen",
+        )
+    least_ms = 2 * config.sessions.heartbeat_ms
+    if config.sessions.expiry_ms < least_ms:
+        raise ConfigInvalid(
+            f"sessions.expiry: {config.sessions.expiry_ms} ms is less than two heartbeats",
+            field="sessions.expiry",
+            limit=f"at least {least_ms} ms",
+        )
+    if config.space.low_watermark > config.space.high_watermark:
+        raise ConfigInvalid(
+            f"space.low_watermark: {config.space.low_watermark} is above space.high_watermark",
+            field="space.low_watermark",
+            limit=str(config.space.high_watermark),
+        )
+    seen: set[Path] = set()
+    for drive in config.drives:
+        if drive.path in seen:
+            raise ConfigInvalid(f"drives: {drive.path} stands there twice", field="drives")
+        seen.add(drive.path)
+        if drive.capacity_bytes is not None and drive.capacity_bytes < config.space.region_bytes:
+            raise ConfigInvalid(
+                f"capacity: {format_size(drive.capacity_bytes)} on {drive.path} is less than one region",
+                field="capacity",
+                limit=f"at least {format_size(config.space.region_bytes)}",
+            )
+    return config
+
+
+def _comment(text: str) -> str:
+    return "".join(f"# {line}\n" for line in textwrap.wrap(text, COMMENT_COLUMNS))
+
+
+def _lines(section: type[Any], values: Any) -> Iterator[str]:
+    for attribute, found, _ in _settings(section):
+        value = getattr(values, attribute)
+        default = f" Default: {found.default_text}." if found.default_text else ""
+        shown = f"{found.key} = {found.kind.show(value)}" if value is not None else f"# {found.key} ="
+        yield f"{_comment(found.doc + default)}{shown}\n"
+
+
+def render_toml(config: Config) -> str:
+    """A configuration as a file that `load` reads back, each key with what it means."""
+    parts = list(_lines(Config, config))
+    for section, cls in SECTIONS.items():
+        parts.append(f"\n{_comment((cls.__doc__ or '').strip())}[{section}]\n")
+        parts += _lines(cls, getattr(config, section))
+    for drive in config.drives:
+        parts.append(f"\n{_comment((DriveConfig.__doc__ or '').strip())}[[drives]]\n")
+        parts += _lines(DriveConfig, drive)
+    return "".join(parts)
+
+
+PAGE = f"""# Configuration
+
+<!-- Made from appliance/config.py by `python -m forebay.appliance.config > docs/config.md`; a test keeps it so. -->
+
+`forebay serve --config FILE` reads a TOML file; every key has a default, so there need be none. A flag overrides an
+environment variable, that overrides the file, and that the default. Keys that are not known are refused.
+`forebay serve --print-config` shows what is in force, in a form that can be saved as a file.
+
+Sizes are written `64GiB` (2^30) or `64GB` (10^9), durations `500ms`, `10s`, `2m`, `1h`. Relative paths start from the
+file's directory in a file, from the current directory elsewhere.
+
+A drive without a capacity holds {CAPACITY_DEFAULT}. What Forebay's own volumes take
+counts as free there, so that the answer stays the same from start to start as long as others leave the file system
+alone. The limit is there because a node that was started to try it should not fill a disk; name the capacity on a
+machine that is meant for it.
+"""
+
+
+def _rows(section: type[Any], prefix: str, variable: str | None) -> Iterator[str]:
+    yield "| key | default | may be | |\n|---|---|---|---|\n"
+    for _, found, default in _settings(section):
+        shown = found.default_text or f"`{found.kind.show(default)}`"
+        name = f"`{prefix}{found.key}`"
+        if variable is not None:
+            name += f"<br>`{variable}{found.key.upper()}`"
+        yield f"| {name} | {shown} | {found.kind.allowed()} | {found.doc} |\n"
+
+
+def render_markdown() -> str:
+    """The reference page, ``docs/config.md``."""
+    parts = [PAGE, "\n## Top level\n\n", *_rows(Config, "", ENVIRONMENT_PREFIX)]
+    parts.append(
+        f"\n## `[[drives]]`\n\n{DriveConfig.__doc__} Without any there is one, `drive0` in the data directory.\n\n"
+    )
+    parts += _rows(DriveConfig, "", None)
+    for section, cls in SECTIONS.items():
+        parts.append(f"\n## `[{section}]`\n\n{cls.__doc__}\n\n")
+        parts += _rows(cls, "", f"{ENVIRONMENT_PREFIX}{section.upper()}_")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    print(render_markdown(), end="")
