@@ -36,6 +36,7 @@ from forebay.appliance.settings import (
     setting,
 )
 from forebay.errors import ConfigInvalid
+from forebay.ids import MAX_VALUE_BYTES
 
 __all__ = [
     "Config",
@@ -114,13 +115,13 @@ class TargetConfig:
         "What happens to the target when the node stops: `keep` leaves it running for the next start to find.",
     )
     max_connections: int = setting(
-        "max_connections", Integer(2, 65_535), 4096, "NVMe/TCP connections (queues) at the same time."
+        "max_connections", Integer(2, 65_535), 1024, "NVMe/TCP connections (queues) at the same time."
     )
     max_command_bytes: int = setting(
         "max_command",
-        Size(128 << 10, 64 << 20, power_of_two=True),
-        8 << 20,
-        "The longest transfer of one NVMe command (MDTS).",
+        Size(128 << 10, MAX_VALUE_BYTES, power_of_two=True),
+        MAX_VALUE_BYTES,
+        "The longest transfer of one NVMe command (MDTS). As it is, a block of any size is one command.",
     )
     in_capsule_bytes: int = setting(
         "in_capsule",
