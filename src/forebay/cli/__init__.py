@@ -1,0 +1,1 @@
+"""The command line: `forebay …` (entry point `forebay.cli.main:main`)."""

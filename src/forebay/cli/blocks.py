@@ -1,0 +1,334 @@
+"""Commands on blocks: put, get, match, ls, stat, rm, pin, unpin."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from forebay.cli.context import Session, connection_options, console, json_option, pass_session
+from forebay.cli.exits import ABSENT, OK, error_of, worst
+from forebay.cli.keys import hex_option, key_fields, parse_key, parse_keys, show_key
+from forebay.cli.sizes import format_duration, format_size, format_time
+from forebay.cli.teaching import Command
+from forebay.errors import InvalidArgument, ValueSize
+from forebay.ids import MAX_VALUE_BYTES
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["COMMANDS"]
+
+_LONG_BYTES = 8 << 20
+"""Values from here on show that something is going on."""
+
+
+def _busy(what: str, size_bytes: int) -> AbstractContextManager[Any]:
+    """A spinner on a terminal while a large value moves."""
+    shown = console(stderr=True)
+    if size_bytes < _LONG_BYTES or not shown.is_terminal:
+        return nullcontext()
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    progress = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=shown, transient=True
+    )
+    progress.add_task(f"{what} {format_size(size_bytes)}", total=None)
+    return progress
+
+
+def _too_large(size_bytes: int, source: str) -> ValueSize:
+    message = f"{source} has {format_size(size_bytes)}, and one value at most {format_size(MAX_VALUE_BYTES)}: split it"
+    return ValueSize(message, field="value", limit=MAX_VALUE_BYTES)
+
+
+def _read_value(source: str) -> bytes:
+    """The bytes of a file or of standard input.
+
+    Raises `ValueSize` (before a large file is read) or `InvalidArgument`.
+    """
+    if source == "-":
+        value = sys.stdin.buffer.read(MAX_VALUE_BYTES + 1)
+        if len(value) > MAX_VALUE_BYTES:
+            raise ValueSize(
+                f"standard input has more than {format_size(MAX_VALUE_BYTES)}: split it",
+                field="value",
+                limit=MAX_VALUE_BYTES,
+            )
+    else:
+        try:
+            with open(source, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > MAX_VALUE_BYTES:
+                    raise _too_large(size, source)
+                value = file.read(MAX_VALUE_BYTES + 1)
+        except OSError as e:
+            raise InvalidArgument(f"cannot read {source}: {e.strerror}", field="file") from e
+        if len(value) > MAX_VALUE_BYTES:  # it grew, or is no plain file
+            raise _too_large(len(value), source)
+    if not value:
+        raise ValueSize("an empty value", field="value", limit=f"1 to {MAX_VALUE_BYTES}")
+    return value
+
+
+def _write_value(value: Any, target: str) -> None:
+    """Write to standard output, or to a temporary file beside ``target`` that then takes its name."""
+    if target == "-":
+        sys.stdout.buffer.write(value)
+        sys.stdout.buffer.flush()
+        return
+    path = Path(target)
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            try:
+                file.write(value)
+                file.flush()
+                umask = os.umask(0)
+                os.umask(umask)
+                os.fchmod(file.fileno(), 0o666 & ~umask)
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as e:
+        raise InvalidArgument(f"cannot write {target}: {e.strerror}", field="file") from e
+
+
+@click.command(
+    cls=Command,
+    short_help="Store a file.",
+    examples=["forebay put weights/readme README.md", "tar c logs | forebay put logs.tar -"],
+)
+@click.argument("key")
+@click.argument("file", metavar="FILE|-")
+@hex_option
+@connection_options(data=True)
+@json_option
+@pass_session
+def put(session: Session, key: str, file: str, as_hex: bool) -> int:
+    """Store a file, or standard input with -, under KEY.
+
+    When this returns 0 the bytes are durable as the namespace's policy says. A block never changes: if KEY is stored
+    already nothing is written, which is said and is no failure; `forebay rm KEY` first to store another value.
+    A value has at most 64 MiB.
+    """
+    name, value = parse_key(key, as_hex), _read_value(file)
+    with session.client() as client, _busy("storing", len(value)):
+        result = client.put([name], [value])[0]
+    if not result.stored and not result.present:
+        raise error_of(result.reason, f"{show_key(name)} was not stored: {result.reason}")
+    document = {**key_fields(name), "stored": result.stored, "present": result.present, "length_bytes": len(value)}
+
+    def human(out: Console) -> None:
+        if result.stored:
+            out.print(f"stored {show_key(name)} ({format_size(len(value))})")
+        else:
+            out.print(f"{show_key(name)} is stored already: nothing was written")
+
+    session.emit(document, human)
+    return OK
+
+
+@click.command(
+    cls=Command,
+    short_help="Read a value into a file.",
+    examples=["forebay get weights/readme copy.md", "forebay get logs.tar - | tar t"],
+)
+@click.argument("key")
+@click.argument("file", metavar="FILE|-")
+@hex_option
+@connection_options(data=True)
+@pass_session
+def get(session: Session, key: str, file: str, as_hex: bool) -> int:
+    """Read the value of KEY into a file, or to standard output with -.
+
+    Every byte is checked against the block's checksum first. The file appears whole, under its name, or not at all.
+    Exits 1 when KEY is not stored, 5 when its bytes are damaged.
+    """
+    name = parse_key(key, as_hex)
+    with session.client() as client, _busy("reading up to", MAX_VALUE_BYTES):
+        result = client.get([name])[0]
+    if not result.hit or result.value is None:
+        raise error_of(result.reason, f"no value of {show_key(name)}: {result.reason}")
+    _write_value(result.value, file)
+    return OK
+
+
+@click.command(cls=Command, short_help="Ask which keys are stored.", examples=["forebay match block-0 block-1 block-2"])
+@click.argument("keys", nargs=-1, required=True, metavar="KEY...")
+@hex_option
+@connection_options(data=True)
+@json_option
+@pass_session
+def match(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
+    """Ask which keys are stored, and how long the leading run of stored ones is.
+
+    This is what an engine asks before it decides between loading and computing. It reads no block and keeps none from
+    being evicted. Exits 1 when any key is absent.
+    """
+    names = parse_keys(keys, as_hex)
+    with session.client() as client:
+        found = client.match(names)
+    rows = list(zip(names, found.present, found.reasons, strict=True))
+    document = {
+        "keys": [{**key_fields(k), "present": present, "reason": reason} for k, present, reason in rows],
+        "prefix": found.prefix.get(0, 0),
+        "present_bytes": found.present_bytes,
+        "load_ms": found.load_ms,
+    }
+
+    def human(out: Console) -> None:
+        for name, present, reason in rows:
+            out.print(f"{'present' if present else reason:<20} {show_key(name)}")
+        out.print(
+            f"the first {found.prefix.get(0, 0)} of {len(names)} are stored; {format_size(found.present_bytes)}, "
+            f"about {format_duration(found.load_ms)} to load"
+        )
+
+    session.emit(document, human)
+    return worst(found.reasons)
+
+
+@click.command(cls=Command, short_help="List stored keys.", examples=["forebay ls", "forebay ls logs/ --json"])
+@click.argument("prefix", default="")
+@hex_option
+@click.option("--limit", type=click.IntRange(1), default=None, help="Stop after this many. [default: all]")
+@connection_options(data=True)
+@json_option
+@pass_session
+def ls(session: Session, prefix: str, as_hex: bool, limit: int | None) -> int:
+    """List the stored keys that begin with PREFIX, in order, with length and time.
+
+    Lists values stored by `forebay put` and by S3; blocks of an engine's schema belong to its sessions.
+    """
+    start = parse_key(prefix, as_hex) if prefix else b""
+    with session.client() as client:
+        blocks = list(islice(client.list(start), limit))
+    document = {
+        "keys": [
+            {**key_fields(b.key), "length_bytes": b.length_bytes, "created_unix_ms": b.created_unix_ms} for b in blocks
+        ]
+    }
+
+    def human(out: Console) -> None:
+        for block in blocks:
+            size, stored = format_size(block.length_bytes), format_time(block.created_unix_ms)
+            out.print(f"{size:>10}  {stored:<20}  {show_key(block.key)}", soft_wrap=True)
+
+    session.emit(document, human)
+    return OK
+
+
+@click.command(cls=Command, short_help="Show what is known of keys.", examples=["forebay stat weights/readme --json"])
+@click.argument("keys", nargs=-1, required=True, metavar="KEY...")
+@hex_option
+@connection_options(data=True)
+@json_option
+@pass_session
+def stat(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
+    """Show what the node knows of each key: length, place, age, policy, pins and leases.
+
+    Exits 1 when any key is absent.
+    """
+    names = parse_keys(keys, as_hex)
+    with session.client() as client:
+        found = client.stat(names)
+    rows = list(zip(names, found, strict=True))
+
+    def fields(stat: Any) -> dict[str, Any]:
+        return {
+            "length_bytes": stat.length_bytes,
+            "extent_bytes": stat.extent_bytes,
+            "tiles": stat.tiles,
+            "created_unix_ms": stat.created_unix_ms,
+            "durability": stat.durability,
+            "pins": stat.pins,
+            "leases": stat.leases,
+            "write_id": stat.write_id.hex(),
+            "volume": stat.volume,
+            "offset_bytes": stat.offset_bytes,
+        }
+
+    document = {
+        "keys": [{**key_fields(k), "present": s is not None, **(fields(s) if s is not None else {})} for k, s in rows]
+    }
+
+    def human(out: Console) -> None:
+        for name, stat in rows:
+            if stat is None:
+                out.print(f"{show_key(name)}\n  absent")
+                continue
+            out.print(
+                f"{show_key(name)}\n"
+                f"  length   {format_size(stat.length_bytes)} ({stat.length_bytes} bytes) in {stat.tiles} tile(s)\n"
+                f"  place    volume {stat.volume}, offset {stat.offset_bytes}, {format_size(stat.extent_bytes)}\n"
+                f"  stored   {format_time(stat.created_unix_ms)}, {stat.durability}, write {stat.write_id.hex()}\n"
+                f"  held by  {stat.pins} pin(s), {stat.leases} lease(s)",
+                soft_wrap=True,
+            )
+
+    session.emit(document, human)
+    return OK if all(s is not None for _, s in rows) else ABSENT
+
+
+def _each(session: Session, names: list[bytes], reasons: Sequence[str], done: str) -> int:
+    """Report a per-key outcome."""
+    rows = list(zip(names, reasons, strict=True))
+    document = {"keys": [{**key_fields(name), "ok": reason == "ok", "reason": reason} for name, reason in rows]}
+
+    def human(out: Console) -> None:
+        for name, reason in rows:
+            out.print(f"{done if reason == 'ok' else reason:<20} {show_key(name)}", soft_wrap=True)
+
+    session.emit(document, human)
+    return worst(reasons)
+
+
+def _batch(name: str, done: str, act: Callable[[Any, list[bytes]], Sequence[str]], text: str, example: str) -> Command:
+    """A command that does one thing to each key."""
+
+    @click.command(name, cls=Command, help=text, examples=[example])
+    @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
+    @hex_option
+    @connection_options(data=True)
+    @json_option
+    @pass_session
+    def command(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
+        names = parse_keys(keys, as_hex)
+        with session.client() as client:
+            reasons = act(client, names)
+        return _each(session, names, reasons, done)
+
+    return command
+
+
+rm = _batch(
+    "rm",
+    "removed",
+    lambda client, names: client.delete(names),
+    "Remove blocks. Reads under way finish first; the space is used again after that. Exits 1 when any key is absent.",
+    "forebay rm logs.tar weights/readme",
+)
+pin = _batch(
+    "pin",
+    "pinned",
+    lambda client, names: client.pin(names, persistent=True),
+    "Keep blocks from being evicted. It lasts until `forebay unpin`. Pinned blocks count against quota and capacity.",
+    "forebay pin system-prompt",
+)
+unpin = _batch(
+    "unpin",
+    "unpinned",
+    lambda client, names: client.pin(names, pinned=False, persistent=True),
+    "Let pinned blocks be evicted again.",
+    "forebay unpin system-prompt",
+)
+
+COMMANDS: tuple[click.Command, ...] = (put, get, match, ls, stat, rm, pin, unpin)

@@ -1,0 +1,173 @@
+"""What every command shares: where the node is, who asks, how to print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from forebay.errors import Unauthenticated, Unavailable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from forebay.client import Admin, Client
+
+__all__ = ["Session", "connection_options", "console", "json_option", "pass_session", "session_of"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+DEFAULT_NAMESPACE = "default/default"
+DEFAULT_DATA = "~/.local/share/forebay"
+
+
+@dataclass(slots=True)
+class Session:
+    """Options of one invocation. Options given after the command's name win over those before it and the environment.
+
+    Attributes:
+        url: ``forebay://host:port``, or None to find the node of ``data``.
+        token: the caller's token, or None to read the admin token of ``data``.
+        data: the data directory of a node on this host.
+    """
+
+    url: str | None = None
+    token: str | None = None
+    data: str | None = None
+    namespace: str = DEFAULT_NAMESPACE
+    generation: int = 0
+    json: bool = False
+    debug: bool = False
+
+    @property
+    def data_dir(self) -> Path:
+        """The local node's data directory."""
+        return Path(self.data or DEFAULT_DATA).expanduser()
+
+    def locate(self) -> tuple[str, str]:
+        """Address and token of the node to ask.
+
+        Raises `Unavailable` when no address was given and no node runs here, `Unauthenticated` without any token.
+        """
+        return self._find_url(), self._find_token()
+
+    def _find_url(self) -> str:
+        if self.url:
+            return self.url if "://" in self.url else f"forebay://{self.url}"
+        path = self.data_dir / "node.json"
+        try:
+            return "forebay://" + str(json.loads(path.read_text())["grpc"])
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            message = f"no --url was given, and {path} names no node on this host: start one with `forebay serve`"
+            raise Unavailable(message, field="url") from e
+
+    def _find_token(self) -> str:
+        if self.token:
+            return self.token
+        path = self.data_dir / "admin.token"
+        try:
+            return path.read_text().strip()
+        except PermissionError as e:
+            raise Unauthenticated(f"{path} is not readable by this user", field="token") from e
+        except OSError as e:
+            raise Unauthenticated(f"no token was given, and there is no {path}", field="token") from e
+
+    @contextmanager
+    def client(self) -> Iterator[Client]:
+        """A connected client of the namespace, for whole values of any bytes."""
+        url, token = self.locate()
+        from forebay.client import connect
+
+        with connect(url, namespace=self.namespace, generation=self.generation, token=token) as client:
+            yield client
+
+    @contextmanager
+    def admin(self) -> Iterator[Admin]:
+        """A connected administrator."""
+        url, token = self.locate()
+        from forebay.client import Admin
+
+        with Admin(url, token=token) as admin:
+            yield admin
+
+    def emit(self, document: object, human: Callable[[Console], None]) -> None:
+        """Print the answer: as JSON on standard output if asked for, else as ``human`` draws it."""
+        if self.json:
+            click.echo(json.dumps(document, indent=2))
+        else:
+            human(console())
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that neither guesses markup in users' keys nor folds their lines when output is piped."""
+    from rich.console import Console
+
+    shown = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if not shown.is_terminal:
+        shown = Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=max(shown.width, 200))
+    return shown
+
+
+def session_of(ctx: click.Context) -> Session:
+    """The invocation's `Session`, made on first use."""
+    session: Session = ctx.ensure_object(Session)
+    return session
+
+
+pass_session = click.make_pass_decorator(Session, ensure=True)
+
+
+def _into(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    # A default never overwrites: the same option may have been given before the command's name.
+    if value is not None and value is not False:
+        setattr(session_of(ctx), str(param.name), value)
+
+
+def _option(*names: str, **settings: Any) -> Callable[[_F], _F]:
+    return click.option(*names, callback=_into, expose_value=False, is_eager=True, **settings)
+
+
+def _apply(function: _F, options: list[Callable[[_F], _F]]) -> _F:
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+_NODE: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (("--url",), {"metavar": "URL", "help": "The node, forebay://HOST:PORT. Default: the node of --data."}),
+    (("--token",), {"metavar": "TOKEN", "help": "Who asks. Default: the admin token in --data."}),
+    (("--data",), {"metavar": "DIR", "help": f"Data directory of a node on this host. [default: {DEFAULT_DATA}]"}),
+]
+_DATA: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (("-n", "--namespace"), {"metavar": "TENANT/NAME", "help": f"KV namespace. [default: {DEFAULT_NAMESPACE}]"}),
+    (("--generation",), {"type": click.IntRange(0, (1 << 64) - 1), "help": "Generation of the weights. [default: 0]"}),
+]
+
+
+def connection_options(*, data: bool = False, environment: bool = False) -> Callable[[_F], _F]:
+    """Options that name the node and the caller and, with ``data``, the namespace and generation.
+
+    ``environment`` also reads FOREBAY_URL, FOREBAY_TOKEN, FOREBAY_DATA and FOREBAY_NAMESPACE; only the top-level
+    command does, so that the environment never overrides an option.
+    """
+
+    def decorate(function: _F) -> _F:
+        options: list[Callable[[_F], _F]] = []
+        for names, settings in _NODE + (_DATA if data else []):
+            name = names[-1].removeprefix("--")
+            variable = f"FOREBAY_{name.upper()}"
+            extra = {"envvar": variable, "show_envvar": True} if environment and name != "generation" else {}
+            options.append(_option(*names, **settings, **extra))
+        return _apply(function, options)
+
+    return decorate
+
+
+def json_option(function: _F) -> _F:
+    """``--json``."""
+    return _option("--json", is_flag=True, help="Print one JSON document on standard output.")(function)

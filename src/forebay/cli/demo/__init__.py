@@ -1,0 +1,1 @@
+"""`forebay demo`: the main job on real input, with a kill in the middle and every byte compared."""

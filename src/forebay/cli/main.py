@@ -1,0 +1,104 @@
+"""The `forebay` command: parses, runs one command, and turns every error into one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+import forebay
+from forebay.cli import blocks, namespaces, node, principals
+from forebay.cli.context import Session, connection_options, pass_session
+from forebay.cli.demo.command import demo
+from forebay.cli.exits import INTERRUPTED, OK, USAGE, advice, exit_code
+from forebay.cli.teaching import Group
+from forebay.errors import ForebayError
+
+__all__ = ["cli", "main", "run"]
+
+
+@click.group(
+    examples=[
+        "forebay serve --data /tmp/node --capacity 1GiB &",
+        "export FOREBAY_DATA=/tmp/node",
+        "echo hello | forebay put greeting -",
+        "forebay get greeting -",
+        "forebay demo",
+    ],
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    cls=Group,
+    epilog="""\b
+Exit codes:
+  0  done
+  1  something asked for is not there (a miss)
+  2  the command line or an argument is wrong
+  3  refused: token, permission, quota, space, name or directory taken
+  4  the node is unavailable, busy or failed
+  5  bytes or metadata are not what was stored
+""",
+)
+@connection_options(data=True, environment=True)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.version_option(forebay.__version__, prog_name="forebay")
+@pass_session
+def cli(session: Session, debug: bool) -> None:
+    """Keep KV cache blocks of LLM inference on flash, and read them back faster than a GPU recomputes them.
+
+    On the host of a node every command finds it, and the right to use it, by the node's data directory; from
+    elsewhere give --url and --token. Options may stand before or after the command's name.
+    """
+    session.debug = debug
+
+
+for _command in (node.serve, node.status, *blocks.COMMANDS, namespaces.namespace, principals.principal, demo):
+    cli.add_command(_command)
+
+
+def _one_line(error: ForebayError) -> str:
+    """What happened, which field, its limit, the stable code, and what to do."""
+    said = error.message
+    details = [error.field] if error.field and error.field not in said else []
+    if error.limit is not None and str(error.limit) not in said:
+        details.append(f"limit: {error.limit}")
+    text = said + (f" ({', '.join(details)})" if details else "") + f" [{type(error).__name__} {error.code}]"
+    hint = advice(error)
+    return f"forebay: {text}" + (f": {hint}" if hint else "")
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (without the program's name) and return its exit code."""
+    session = Session()
+    try:
+        result = cli.main(
+            args=list(argv) if argv is not None else None, prog_name="forebay", obj=session, standalone_mode=False
+        )
+        return result if isinstance(result, int) else OK
+    except click.UsageError as e:
+        e.show()
+        return USAGE
+    except click.ClickException as e:
+        e.show()
+        return e.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("forebay: interrupted", err=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away, as `| head` does. Python would complain again while it flushes at exit.
+        sys.stderr.close()
+        return OK
+    except ForebayError as e:
+        if session.debug:
+            raise
+        click.echo(_one_line(e), err=True)
+        return exit_code(e)
+
+
+def main() -> NoReturn:
+    """The entry point of the `forebay` script."""
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

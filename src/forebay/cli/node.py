@@ -1,0 +1,127 @@
+"""Commands on the node itself: serve and status."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from forebay.cli.context import Session, connection_options, json_option, pass_session
+from forebay.cli.exits import OK
+from forebay.cli.sizes import format_duration, format_size, size
+from forebay.cli.teaching import Command
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["serve", "status"]
+
+
+@click.command(
+    cls=Command,
+    short_help="Run a node in the foreground.",
+    examples=[
+        "forebay serve --data /tmp/node --capacity 1GiB",
+        "forebay serve --config /etc/forebay.toml",
+        "forebay serve --config /etc/forebay.toml --print-config",
+    ],
+)
+@click.option(
+    "--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="TOML file (docs/config.md)."
+)
+@click.option("--data", metavar="DIR", help="Data directory: metadata, volumes, the admin token. Created if absent.")
+@click.option("--capacity", type=size, metavar="SIZE", help="Space for blocks, for example 100GiB.")
+@click.option("--listen", metavar="HOST:PORT", help="Address of the control protocol (gRPC).")
+@click.option("--print-config", is_flag=True, help="Print the configuration in effect, and stop.")
+@pass_session
+def serve(
+    session: Session,
+    *,
+    config: Path | None,
+    data: str | None,
+    capacity: int | None,
+    listen: str | None,
+    print_config: bool,
+) -> int:
+    """Run a node in the foreground: metadata, control protocol and the NVMe-oF target.
+
+    Prints one line for each endpoint when it is ready, and stops cleanly on SIGTERM or Ctrl-C. Flags win over
+    environment variables, those over the file. A data directory that is in use, newer than this version or short of
+    its capacity is refused.
+    """
+    from forebay.appliance.config import load, render_toml
+
+    flags = {"data": data or session.data, "capacity": capacity, "grpc.listen": listen}
+    settings = load(config, flags=flags)
+    if print_config:
+        click.echo(render_toml(settings), nl=False)
+        return OK
+    from forebay.appliance.daemon import run
+
+    return run(settings)
+
+
+@click.command(
+    cls=Command,
+    short_help="Show how a node is.",
+    examples=["forebay status", "forebay status --url forebay://storage-1:7470 --json"],
+)
+@connection_options()
+@json_option
+@pass_session
+def status(session: Session) -> int:
+    """Show how the node is: space, blocks, sessions, drives, target, counters.
+
+    Exits 4 when it does not answer.
+    """
+    with session.admin() as admin:
+        info = admin.status()
+    document: dict[str, Any] = {
+        "node": info.node,
+        "version": info.version,
+        "incarnation": f"{info.incarnation:016x}",
+        "uptime_ms": info.uptime_ms,
+        "blocks": info.blocks,
+        "used_bytes": info.used_bytes,
+        "capacity_bytes": info.capacity_bytes,
+        "sessions": info.sessions,
+        "leases": info.leases,
+        "pending_writes": info.pending_writes,
+        "index_bytes": info.index_bytes,
+        "drives": [
+            {
+                "name": d.name,
+                "path": d.path,
+                "capacity_bytes": d.capacity_bytes,
+                "free_bytes": d.free_bytes,
+                "io": d.io,
+            }
+            for d in info.drives
+        ],
+        "target": {
+            "kind": info.target_kind,
+            "pid": info.target_pid,
+            "capabilities": sorted(info.target_capabilities),
+        },
+        "counters": dict(sorted(info.counters.items())),
+    }
+
+    def human(out: Console) -> None:
+        share = info.used_bytes / info.capacity_bytes if info.capacity_bytes else 0.0
+        out.print(
+            f"{info.node}, forebay {info.version}, up {format_duration(info.uptime_ms)}\n"
+            f"  holds     {info.blocks} blocks, {format_size(info.used_bytes)} of "
+            f"{format_size(info.capacity_bytes)} ({share:.1%})\n"
+            f"  at work   {info.sessions} sessions, {info.leases} leases, {info.pending_writes} pending writes\n"
+            f"  index     {format_size(info.index_bytes)} of memory\n"
+            f"  target    {info.target_kind}, pid {info.target_pid}: {', '.join(document['target']['capabilities'])}"
+        )
+        for drive in info.drives:
+            free = f"{format_size(drive.free_bytes)} of {format_size(drive.capacity_bytes)} in free regions"
+            out.print(f"  drive     {drive.name}: {drive.path}, {drive.io}, {free}", soft_wrap=True)
+        for name, value in document["counters"].items():
+            out.print(f"  counter   {name} {value}")
+
+    session.emit(document, human)
+    return OK

@@ -1,0 +1,50 @@
+"""Sizes and times as people write and read them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import click
+
+from forebay.errors import ConfigInvalid
+
+__all__ = ["format_duration", "format_size", "format_time", "size"]
+
+
+def size(text: str) -> int:
+    """A click parameter's type: bytes of ``64MiB``, ``1.5GiB``, ``10GB`` or a plain number, as in the configuration."""
+    from forebay.appliance.settings import parse_size_bytes
+
+    try:
+        return parse_size_bytes(text)
+    except ConfigInvalid as e:
+        raise click.BadParameter(f"{text!r} is not a size: write 64MiB, 10GB or a number of bytes") from e
+
+
+def format_size(count_bytes: float) -> str:
+    """``1.5 MiB``: binary units, three digits at most before the point."""
+    value, unit = float(count_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(value) < 1024 or unit == "PiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" or value == int(value) else f"{value:.1f} {unit}"
+
+
+def format_duration(count_ms: float) -> str:
+    """``350 ms``, ``4.2 s``, ``3 min 5 s``, ``2 d 4 h``."""
+    if count_ms < 1000:
+        return f"{count_ms:.3g} ms"
+    seconds = count_ms / 1000
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = int(seconds)
+    for unit_s, unit, below_s, below in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= unit_s:
+            return f"{whole // unit_s} {unit} {whole % unit_s // below_s} {below}"
+    raise AssertionError(seconds)
+
+
+def format_time(unix_ms: int) -> str:
+    """UTC to the second, as ISO 8601 writes it; empty for 0."""
+    return datetime.fromtimestamp(unix_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if unix_ms else ""
