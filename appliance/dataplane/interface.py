@@ -15,7 +15,7 @@ from enum import Enum
 
 from forebay.ids import Extent, GrantId, HostIdentity, VolumeId
 
-__all__ = ["Barrier", "Capabilities", "EndpointInfo", "Target", "TargetInfo", "VolumeSpec", "WriteGrant"]
+__all__ = ["Barrier", "Capabilities", "EndpointInfo", "IoStats", "Target", "TargetInfo", "VolumeSpec", "WriteGrant"]
 
 
 class Barrier(Enum):
@@ -85,6 +85,16 @@ class TargetInfo:
     capabilities: Capabilities
 
 
+@dataclass(frozen=True, slots=True)
+class IoStats:
+    """Counters of all volumes since the target started: bytes, and microseconds that commands took in all."""
+
+    read_bytes: int
+    read_us: int
+    write_bytes: int
+    write_us: int
+
+
 class Target(ABC):
     """One running target process."""
 
@@ -143,6 +153,10 @@ class Target(ABC):
     @abstractmethod
     async def checksums(self, volume: VolumeSpec, ranges: Sequence[tuple[int, int, int]]) -> list[int]:
         """CRC-32C of ``(offset_bytes, length_bytes, seed)`` ranges, computed at the target (see `forebay.checksum`)."""
+
+    @abstractmethod
+    async def io_stats(self) -> IoStats:
+        """What the target has read and written so far."""
 
     @abstractmethod
     async def close(self) -> None:

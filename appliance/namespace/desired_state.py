@@ -65,6 +65,8 @@ class Volume:
     nsid: int
     uuid: str
     nguid: str
+    regions: int
+    """Regions of its address space, the label's not counted; never changes."""
 
     @property
     def key(self) -> str:

@@ -35,7 +35,7 @@ that a newer program wrote the directory, which is refused as a whole (`DataDirN
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -167,6 +167,10 @@ class Record:
             kind,
             data[tail_at:],
         )
+
+    def with_flags(self, flags: int) -> Record:
+        """The same block with other flags."""
+        return replace(self, flags=flags)
 
     def described(self) -> dict[str, Any]:
         """The tail as a map: ``d`` what the writer described, ``h`` its hints; empty when there is none."""

@@ -925,12 +925,16 @@ Global___TouchReply: _TypeAlias = TouchReply  # noqa: Y015
 
 @_typing.final
 class PinRequest(_message.Message):
+    """Pins end with their session, unless persistent (an operator's pin, kept in the record; needs the right "pin")."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTEXT_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
+    PERSISTENT_FIELD_NUMBER: _builtins.int
     pinned: _builtins.bool
+    persistent: _builtins.bool
     @_builtins.property
     def context(self) -> Global___Context: ...
     @_builtins.property
@@ -941,10 +945,11 @@ class PinRequest(_message.Message):
         context: Global___Context | None = ...,
         keys: Global___Keys | None = ...,
         pinned: _builtins.bool = ...,
+        persistent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "keys", b"keys"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "keys", b"keys", "pinned", b"pinned"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "keys", b"keys", "persistent", b"persistent", "pinned", b"pinned"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,332 @@
+"""The appliance daemon: one node, from its configuration to a clean stop.
+
+Order of a start: lock, metadata, drives, target, incarnation, volumes, index, then the control service. What another
+process needs to find the node stands in ``node.json`` of the data directory once it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from forebay import __version__
+from forebay.appliance.config import Config
+from forebay.appliance.control.admin_calls import AdminCalls
+from forebay.appliance.control.calls import Calls
+from forebay.appliance.control.data_calls import DataCalls
+from forebay.appliance.control.load import LoadEstimate
+from forebay.appliance.control.server import ControlServer
+from forebay.appliance.dataplane.embedded import EmbeddedTarget, TransportLimits
+from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
+from forebay.appliance.dataplane.supervisor import Supervisor
+from forebay.appliance.dataplane.volumes import claim_drive, drive_space, open_drive, require_capacity
+from forebay.appliance.namespace.acl import hash_token, new_token
+from forebay.appliance.namespace.desired_state import Principal
+from forebay.appliance.namespace.meta import NodeMeta
+from forebay.appliance.namespace.node import Node, NodeLimits
+from forebay.appliance.namespace.rocks import RocksStore
+from forebay.appliance.namespace.space import Drive
+from forebay.clock import SystemClock
+from forebay.errors import CapacityShort, DataDirInUse, ForebayError
+from forebay.ids import LBA_BYTES
+from forebay.proto import forebay_pb2 as pb
+
+__all__ = ["ADMIN_TOKEN_FILE", "DEFAULT_NAMESPACE", "NODE_FILE", "run"]
+
+_log = logging.getLogger(__name__)
+
+NODE_FILE = "node.json"
+ADMIN_TOKEN_FILE = "admin.token"
+DEFAULT_NAMESPACE = "default/default"
+_SWEEP_S = 0.25
+_DEFAULT_CAPACITY_BYTES = 64 << 30
+_DEFAULT_SHARE = 0.8
+_MAX_BLOCKS = 1 << 28
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code. Raises `ForebayError` when the node cannot start."""
+    _log_to_stderr(config)
+    with _locked(config.data):
+        return asyncio.run(_Daemon(config).main())
+
+
+def _log_to_stderr(config: Config) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    if config.log.format == "json":
+        handler.setFormatter(_JsonLines())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(level=config.log.level.upper(), handlers=[handler], force=True)
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": record.created,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+@contextmanager
+def _locked(data: Path) -> Iterator[None]:
+    """Hold the data directory; the lock goes with the process, however it ends. Raises `DataDirInUse`."""
+    data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle = os.open(data / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataDirInUse(
+                f"{data} is served by another process: stop it, or give this node another --data", field="data"
+            ) from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Replace a 0600 file as a whole."""
+    fresh = path.with_name(path.name + ".new")
+    handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+
+
+class _Daemon:
+    """The parts of a running node."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._node: Node | None = None
+        self._load = LoadEstimate()
+        self._started_s = time.monotonic()
+        self._stopping = asyncio.Event()
+
+    async def main(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        store = RocksStore(self._config.metadata_dir)
+        try:
+            meta = await NodeMeta.load(store, secrets.token_bytes, self._config.space.region_bytes)
+            drives = await self._open_drives(meta)
+            await self._serve(store, meta, drives)
+        finally:
+            store.close()
+        return 0
+
+    async def _open_drives(self, meta: NodeMeta) -> list[Drive]:
+        drives = []
+        for i, drive in enumerate(self._config.drives):
+            name = f"drive{i}"
+            known = meta.drives.get(name)
+            if known is None:
+                capacity_bytes = self._capacity(drive.path, drive.capacity_bytes)
+                identity = claim_drive(drive.path, meta.node_id)
+                await meta.name_drive(name, str(identity.drive_uuid))
+            else:
+                open_drive(drive.path, meta.node_id, uuid.UUID(known))
+                capacity_bytes = self._capacity(drive.path, drive.capacity_bytes)
+            drives.append(Drive(name, str(drive.path), capacity_bytes // meta.region_bytes))
+        return drives
+
+    def _capacity(self, path: Path, asked_bytes: int | None) -> int:
+        if asked_bytes is not None:
+            require_capacity(path, asked_bytes)
+            return asked_bytes
+        usable = drive_space(path).usable_bytes
+        capacity_bytes = min(int(usable * _DEFAULT_SHARE), _DEFAULT_CAPACITY_BYTES)
+        if capacity_bytes < self._config.space.region_bytes:
+            raise CapacityShort(f"{path} can hold {usable} bytes, less than one region", field="capacity", limit=usable)
+        return capacity_bytes
+
+    async def _serve(self, store: RocksStore, meta: NodeMeta, drives: list[Drive]) -> None:
+        config = self._config
+        target_config = config.target
+        supervisor = Supervisor(
+            config.data / "run",
+            meta.node_id,
+            self._replay,
+            command=(
+                *(sys.executable, "-m", "forebay.appliance.dataplane.target"),
+                *("--max-connections", str(target_config.max_connections)),
+            ),
+        )
+        found = await supervisor.start()
+        if found:
+            _log.info("the target of an earlier start is still there, pid %s", supervisor.pid)
+        rpc = JsonRpcClient(supervisor.socket, timeout_s=target_config.rpc_timeout_ms / 1000)
+        target = EmbeddedTarget(
+            rpc,
+            node=meta.node_id.hex()[:16],
+            address=target_config.listen.host,
+            port=target_config.listen.port,
+            limits=TransportLimits(
+                max_io_bytes=target_config.max_command_bytes, in_capsule_bytes=target_config.in_capsule_bytes
+            ),
+        )
+        try:
+            sessions = config.sessions
+            capacity_bytes = sum(d.capacity_regions for d in drives) * meta.region_bytes
+            limits = NodeLimits(
+                region_bytes=meta.region_bytes,
+                heartbeat_ms=sessions.heartbeat_ms,
+                expiry_ms=sessions.expiry_ms,
+                lease_ttl_ms=sessions.lease_ttl_ms,
+                write_ttl_ms=sessions.write_ttl_ms,
+                max_sessions=sessions.max_sessions,
+                max_blocks=min(capacity_bytes // LBA_BYTES, _MAX_BLOCKS),
+            )
+            node = await Node.open(
+                store, meta, target, drives=drives, limits=limits, clock=SystemClock(), random=secrets.token_bytes
+            )
+            self._node = node
+            await self._bootstrap(node)
+            await node.release_empty_regions()
+            await self._run(node, supervisor)
+            await node.close()
+        except BaseException:
+            # a start that failed leaves no target of its own behind; one that served goes on serving
+            if not found:
+                await supervisor.stop()
+            else:
+                await supervisor.detach()
+            raise
+        else:
+            await (supervisor.detach() if target_config.on_stop == "keep" else supervisor.stop())
+        finally:
+            await target.close()
+
+    async def _bootstrap(self, node: Node) -> None:
+        """On the very first start: a namespace to work in, and an administrator whose token the local CLI finds."""
+        if len(node.state.principals):
+            return
+        if node.state.namespace(DEFAULT_NAMESPACE) is None:
+            await node.create_namespace(DEFAULT_NAMESPACE)
+        token = new_token()
+        _write_private(self._config.data / ADMIN_TOKEN_FILE, token + "\n")
+        admin = Principal("admin", hash_token(token), SystemClock().wall_ms(), admin=True)
+        await node.state.add_principal(admin)
+
+    async def _run(self, node: Node, supervisor: Supervisor) -> None:
+        config = self._config
+        calls = Calls(node.acl, node.engine.counters)
+
+        async def status() -> pb.NodeStatusReply:
+            return await self._status(node, supervisor)
+
+        server = ControlServer(
+            calls,
+            DataCalls(node, config.name, self._load.load_us),
+            AdminCalls(node, status),
+            config.grpc.max_message_bytes,
+        )
+        port = await server.start(config.grpc.listen.host, config.grpc.listen.port)
+        sweeper = asyncio.create_task(self._sweep(node))
+        try:
+            await self._announce(node, supervisor, port)
+            await self._stopping.wait()
+            _log.info("stopping")
+        finally:
+            sweeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await sweeper
+            (config.data / NODE_FILE).unlink(missing_ok=True)
+            await server.stop()
+
+    async def _announce(self, node: Node, supervisor: Supervisor, port: int) -> None:
+        config, found = self._config, node.recovered
+        grpc_address = f"{config.grpc.listen.host}:{port}"
+        about = {
+            "node": config.name,
+            "grpc": grpc_address,
+            "pid": os.getpid(),
+            "incarnation": node.meta.incarnation,
+            "target": {"socket": str(supervisor.socket), "pid": supervisor.pid},
+        }
+        tenants = sorted({n.tenant for n in node.state.namespaces})
+        lines = [f"control      forebay://{grpc_address}"]
+        if tenants:
+            endpoint = await node.engine.target.endpoint(tenants[0])
+            about["target"] |= {"address": endpoint.address, "port": endpoint.port}  # type: ignore[operator]
+            lines.append(f"data         nvme-tcp://{endpoint.address}:{endpoint.port}")
+        lines.append(f"admin token  {config.data / ADMIN_TOKEN_FILE}")
+        _write_private(config.data / NODE_FILE, json.dumps(about, indent=2) + "\n")
+        _log.info(
+            "incarnation %d: %d blocks found, %d to verify, %d records dropped",
+            node.meta.incarnation,
+            found.blocks,
+            found.suspects,
+            found.dropped,
+        )
+        print("\n".join(lines), flush=True)
+
+    async def _replay(self) -> None:
+        if self._node is not None:
+            await self._node.replay()
+
+    async def _sweep(self, node: Node) -> None:
+        while True:
+            try:
+                await node.sweep()
+                await node.background()
+                self._load.update(await node.engine.target.io_stats())
+            except ForebayError as error:
+                _log.warning("sweep: %s", error)
+            except Exception:  # the sweep must go on: leases and sessions end by it
+                _log.exception("sweep failed")
+            await asyncio.sleep(_SWEEP_S)
+
+    async def _status(self, node: Node, supervisor: Supervisor) -> pb.NodeStatusReply:
+        engine, space = node.engine, node.engine.space
+        info = await engine.target.info()
+        flags = info.capabilities
+        named = {"fencing": flags.fencing, "barrier": flags.barrier, "per_host_visibility": flags.per_host_visibility}
+        return pb.NodeStatusReply(
+            node=self._config.name,
+            version=__version__,
+            incarnation=node.meta.incarnation,
+            uptime_ms=int((time.monotonic() - self._started_s) * 1000),
+            blocks=engine.index.count,
+            used_bytes=sum(m.used_bytes for m in space.maps.values()),
+            capacity_bytes=sum(d.capacity_regions for d in space.drives.values()) * space.region_bytes,
+            sessions=len(node.sessions),
+            leases=sum(len(s.leases) for s in node.sessions),
+            pending_writes=len(node.writes),
+            drives=[
+                pb.DriveStatus(
+                    name=d.name,
+                    path=d.path,
+                    capacity_bytes=d.capacity_regions * space.region_bytes,
+                    free_bytes=d.free_regions * space.region_bytes,
+                )
+                for d in space.drives.values()
+            ],
+            target_kind=info.kind,
+            target_pid=info.pid,
+            target_capabilities=[name for name, there in named.items() if there],
+            index_bytes=engine.index.memory_bytes(),
+            counters=dict(engine.counters) | {"target_restarts": supervisor.restarts},
+        )

@@ -1,0 +1,431 @@
+"""Visible blocks: found, leased, read, listed, pinned, deleted.
+
+======== ===================================================== ======================================================
+extent   moved by                                              what ends it
+======== ===================================================== ======================================================
+free     `Space.give`                                          `Space.take`
+granted  Allocate                                              Commit, or an abort that was fenced
+visible  Commit, after the record is durable                   Delete, eviction, a bad checksum, the namespace's end
+retired  `Blocks.retire`: not found any more                   the deleting record is durable **and** no lease is left
+======== ===================================================== ======================================================
+
+Between two awaits nothing else runs: what a method checks and then changes without awaiting is atomic.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from forebay.appliance.dataplane.interface import Target
+from forebay.appliance.namespace.events import EventLog, Waiters
+from forebay.appliance.namespace.eviction import EvictionPolicy
+from forebay.appliance.namespace.records import PINNED, Record
+from forebay.appliance.namespace.sessions import Lease, Session
+from forebay.appliance.namespace.space import Space
+from forebay.appliance.namespace.store import Op, Store
+from forebay.checksum import tile_seeds
+from forebay.clock import Clock
+from forebay.crashpoints import crash_point
+from forebay.errors import OK, Absent, Busy, MetadataCorrupt, StaleGeneration, TargetFailed, Unavailable
+from forebay.ids import (
+    BlockKey,
+    Extent,
+    LeaseId,
+    StoredKey,
+    VolumeId,
+    check_keys,
+    split_stored_key,
+    stored_prefix,
+)
+from forebay.index import BlockIndex, Rows, RowState
+from forebay.schema import Schema
+
+__all__ = ["BlockStat", "Blocks", "Engine", "ListedBlock", "Located", "owner_key"]
+
+_log = logging.getLogger(__name__)
+_OWNER_KEY = struct.Struct(">IQ")
+_MAX_LEASES_PER_BLOCK = 60_000
+_VERIFY_BATCH = 64
+
+Status = npt.NDArray[np.uint16]
+
+
+def owner_key(volume: int, offset_bytes: int) -> bytes:
+    """Key of the owners family: who has the extent at that place."""
+    return _OWNER_KEY.pack(volume, offset_bytes)
+
+
+@dataclass(slots=True)
+class Engine:
+    """What every part of the namespace engine works with; passed in, so that all of it can be simulated."""
+
+    store: Store
+    target: Target
+    space: Space
+    index: BlockIndex
+    clock: Clock
+    random: Callable[[int], bytes]
+    policy: EvictionPolicy
+    events: EventLog
+    waiters: Waiters
+    counters: Counter[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Answer of Acquire: columns over the keys asked for; rows whose status is not 0 hold zeros."""
+
+    status: Status
+    lease: LeaseId
+    lease_ttl_ms: int
+    volumes: npt.NDArray[np.uint32]
+    offsets: npt.NDArray[np.uint64]
+    lengths: npt.NDArray[np.uint64]
+    value_lengths: npt.NDArray[np.uint64]
+    write_ids: npt.NDArray[np.uint64]
+    tiles: npt.NDArray[np.uint16]
+    checksums: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStat:
+    """What is known of one block; sizes in bytes."""
+
+    record: Record
+    pins: int
+    leases: int
+
+
+@dataclass(frozen=True, slots=True)
+class ListedBlock:
+    """One line of a listing."""
+
+    key: bytes
+    value_bytes: int
+    created_ms: int
+
+
+class Blocks:
+    """The engine's reading side."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._e = engine
+        self._next_lease = int.from_bytes(engine.random(4), "little") << 16
+        self._undurable: set[int] = set()  # retired rows whose delete is not in the log yet
+        self._schemas: dict[bytes, Schema] = {}
+
+    # ------------------------------------------------------------------------------------------------ finding
+
+    @staticmethod
+    def admit(session: Session) -> None:
+        """Refuse a session below its namespace's minimum generation."""
+        namespace = session.access.namespace
+        if session.generation < namespace.min_generation:
+            raise StaleGeneration(
+                f"generation {session.generation} is below the minimum of {namespace.full_name}",
+                field="context.generation",
+                limit=namespace.min_generation,
+            )
+
+    def find(self, session: Session, keys: Sequence[BlockKey]) -> tuple[list[StoredKey], npt.NDArray[np.uint64], Rows]:
+        """Stored keys, digests and rows of a batch."""
+        self.admit(session)
+        stored = session.stored_keys(keys)
+        digests = self._e.index.digests(stored)
+        return stored, digests, self._e.index.find(digests)
+
+    def match(self, session: Session, keys: Sequence[BlockKey]) -> tuple[Status, dict[int, int], int]:
+        """Presence of each key (0 or an error code), length of each group's present prefix, bytes of what is present.
+
+        Takes no lease and moves nothing in the eviction order, so that asking never blocks eviction.
+        """
+        rows = self.find(session, keys)[2]
+        present = rows >= 0
+        prefix: dict[int, int] = {}
+        if any(k.group for k in keys):
+            broken: set[int] = set()
+            for key, there in zip(keys, present.tolist(), strict=True):
+                prefix.setdefault(key.group, 0)
+                if not there:
+                    broken.add(key.group)
+                elif key.group not in broken:
+                    prefix[key.group] += 1
+        else:
+            prefix[0] = len(keys) if present.all() else int(np.argmin(present))
+        size = int(self._e.index.value_length[rows[present]].sum(dtype=np.uint64))
+        self._e.counters["match_keys"] += len(keys)
+        return np.where(present, OK, Absent.code).astype(np.uint16), prefix, size
+
+    # ------------------------------------------------------------------------------------------------ leases
+
+    async def acquire(self, session: Session, keys: Sequence[BlockKey], ttl_ms: int) -> Located:
+        """Lease and locate the keys that are there."""
+        e, index = self._e, self._e.index
+        stored, digests, rows = self.find(session, keys)
+        status = np.where(rows >= 0, OK, Absent.code).astype(np.uint16)
+        suspects = np.flatnonzero((rows >= 0) & (index.state[rows] == RowState.SUSPECT))
+        if suspects.size:
+            bad = await self.verify(rows[suspects], [stored[i] for i in suspects.tolist()])
+            rows = index.find(digests)  # others moved while the target read
+            status = np.where(rows >= 0, OK, Absent.code).astype(np.uint16)
+            still = (rows >= 0) & (index.state[rows] == RowState.SUSPECT)
+            status[still] = Unavailable.code if bad is None else Absent.code
+        crowded = (status == OK) & (index.leases[rows] >= _MAX_LEASES_PER_BLOCK)
+        status[crowded] = Busy.code
+        hits = np.flatnonzero(status == OK)
+        mine = rows[hits]
+        count = len(keys)
+        lease = LeaseId(0)
+        if hits.size:
+            np.add.at(index.leases, mine, 1)
+            e.policy.used(index, mine)
+            self._next_lease += 1
+            lease = LeaseId(self._next_lease)
+            session.leases[lease] = Lease(lease, mine, e.clock.monotonic_ms() + ttl_ms)
+        e.counters["acquire_hits"] += len(hits)
+        e.counters["acquire_misses"] += count - len(hits)
+
+        def column(values: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.generic]:
+            out = np.zeros((count, *values.shape[1:]), dtype)
+            out[hits] = values[mine]
+            return out
+
+        return Located(
+            status,
+            lease,
+            ttl_ms,
+            column(index.volume, "<u4"),  # type: ignore[arg-type]
+            column(index.offset, "<u8"),  # type: ignore[arg-type]
+            column(index.length, "<u8"),  # type: ignore[arg-type]
+            column(index.value_length, "<u8"),  # type: ignore[arg-type]
+            column(index.write_id, "<u8"),  # type: ignore[arg-type]
+            column(index.tiles, "<u2"),  # type: ignore[arg-type]
+            index.checksums(mine) if hits.size else b"",
+        )
+
+    def release(self, session: Session, leases: Sequence[int]) -> int:
+        """Give leases back; unknown ones (expired) are no error. How many were held."""
+        held = [lease for i in leases if (lease := session.leases.pop(LeaseId(i), None)) is not None]
+        for lease in held:
+            np.subtract.at(self._e.index.leases, lease.rows, 1)
+            self._free_retired(lease.rows)
+        return len(held)
+
+    def expire_leases(self, session: Session) -> int:
+        """End the leases whose deadline passed."""
+        now_ms = self._e.clock.monotonic_ms()
+        over = [lease.id for lease in session.leases.values() if lease.deadline_ms <= now_ms]
+        return self.release(session, over)
+
+    # ------------------------------------------------------------------------------------------------ small calls
+
+    def touch(self, session: Session, keys: Sequence[BlockKey]) -> Status:
+        """Count the keys as used."""
+        rows = self.find(session, keys)[2]
+        self._e.policy.used(self._e.index, rows[rows >= 0])
+        return np.where(rows >= 0, OK, Absent.code).astype(np.uint16)
+
+    async def pin(self, session: Session, keys: Sequence[BlockKey], pinned: bool, persistent: bool) -> Status:
+        """Keep blocks from eviction, until the session ends or, ``persistent``, until they are unpinned."""
+        check_keys(keys, unique=True)
+        stored, _, rows = self.find(session, keys)
+        index = self._e.index
+        if persistent:
+            await self._pin_records(stored, rows, pinned)
+        else:
+            for row in rows[rows >= 0].tolist():
+                token = int(index.write_id[row, 0])
+                held = session.pins.get(row) == token
+                if pinned and not held:
+                    session.pins[row] = token
+                    index.pins[row] += 1
+                elif not pinned and held:
+                    del session.pins[row]
+                    index.pins[row] -= 1
+        return np.where(rows >= 0, OK, Absent.code).astype(np.uint16)
+
+    async def _pin_records(self, stored: Sequence[StoredKey], rows: Rows, pinned: bool) -> None:
+        e = self._e
+        ops = []
+        for key, row in zip(stored, rows.tolist(), strict=True):
+            value = e.store.get("blocks", key) if row >= 0 else None
+            if value is None:
+                continue
+            record = Record.decode(value)
+            flags = record.flags | PINNED if pinned else record.flags & ~PINNED
+            e.index.flags[row] = flags
+            ops.append(Op("blocks", key, record.with_flags(flags).encode()))
+        if ops:
+            await e.store.write(ops)
+
+    def unpin_all(self, session: Session) -> None:
+        """End a session's pins."""
+        index = self._e.index
+        for row, token in session.pins.items():
+            if index.state[row] in (RowState.VISIBLE, RowState.SUSPECT) and int(index.write_id[row, 0]) == token:
+                index.pins[row] -= 1
+        session.pins.clear()
+
+    def stat(self, session: Session, keys: Sequence[BlockKey]) -> list[BlockStat | None]:
+        """What is known of each key, None where there is no block."""
+        stored, _, rows = self.find(session, keys)
+        index, values = self._e.index, self._e.store.multi_get("blocks", stored)
+        return [
+            BlockStat(Record.decode(value), int(index.pins[row]), int(index.leases[row]))
+            if value is not None and row >= 0
+            else None
+            for value, row in zip(values, rows.tolist(), strict=True)
+        ]
+
+    def listing(
+        self, session: Session, *, group: int, scope: int, prefix: bytes, after: bytes, limit: int
+    ) -> tuple[list[ListedBlock], bytes]:
+        """A page of keys in byte order, and the cursor of the next one (empty: no more). Listed means readable."""
+        self.admit(session)
+        head = stored_prefix(session.namespace, session.schema.keyspace, session.generation, scope, group)
+        page: list[tuple[StoredKey, Record]] = []
+        cursor = b""
+        for key, value in self._e.store.scan("blocks", head + after + b"\0" if after else head + prefix, head + prefix):
+            if len(page) == limit:
+                cursor = page[-1][0][len(head) :]
+                break
+            page.append((StoredKey(key), Record.decode(value)))
+        rows = self._e.index.find(self._e.index.digests([key for key, _ in page]))
+        listed = [
+            ListedBlock(key[len(head) :], record.value_bytes, record.created_ms)
+            for (key, record), row in zip(page, rows.tolist(), strict=True)
+            if row >= 0
+        ]
+        return listed, cursor
+
+    async def delete(self, session: Session, keys: Sequence[BlockKey]) -> tuple[Status, int]:
+        """Delete blocks, pinned ones too; durable when this returns. Status of each and bytes that become free."""
+        check_keys(keys, unique=True)
+        stored, _, rows = self.find(session, keys)
+        there = np.flatnonzero(rows >= 0)
+        size = int(self._e.index.length[rows[there]].sum(dtype=np.uint64))
+        if there.size:
+            await self.retire(rows[there], [stored[i] for i in there.tolist()], "deleted")
+        return np.where(rows >= 0, OK, Absent.code).astype(np.uint16), size
+
+    # ------------------------------------------------------------------------------------------------ the end of blocks
+
+    def keys_of(self, rows: Rows) -> list[StoredKey]:
+        """Stored keys of visible rows, from the owners family. Raises `MetadataCorrupt`."""
+        index = self._e.index
+        places = zip(index.volume[rows].tolist(), index.offset[rows].tolist(), strict=True)
+        found = self._e.store.multi_get("owners", [owner_key(v, o) for v, o in places])
+        keys = [StoredKey(key) for key in found if key is not None]
+        if len(keys) != len(rows):
+            raise MetadataCorrupt("an extent of the index has no owner in metadata", field="owners")
+        return keys
+
+    async def retire(self, rows: Rows, stored_keys: Sequence[StoredKey], why: str) -> None:
+        """End blocks: not found from now on, deleted durably, their extents free once leases have ended too.
+
+        ``why`` is one of ``deleted | evicted | bad | stale | cleared``. When metadata cannot be written the blocks stay
+        unfindable and their extents stay taken until the next start, which finds the records again.
+        """
+        e, index = self._e, self._e.index
+        ops = []
+        for row, key in zip(rows.tolist(), stored_keys, strict=True):
+            ops.append(Op("blocks", key, None))
+            ops.append(Op("owners", owner_key(int(index.volume[row]), int(index.offset[row])), None))
+        index.unlink(rows)
+        self._undurable.update(rows.tolist())
+        step = "evict" if why == "evicted" else "delete"
+        crash_point(f"{step}.before_metadata")
+        await e.store.write(ops)
+        crash_point(f"{step}.after_metadata_before_free")
+        for row, key in zip(rows.tolist(), stored_keys, strict=True):
+            namespace = int(index.namespace[row])
+            e.events.add("removed", namespace, key, reason=why)
+        e.counters[f"blocks_{why}"] += len(rows)
+        self._undurable.difference_update(rows.tolist())
+        self._free_retired(rows)
+
+    def _free_retired(self, rows: Rows) -> None:
+        """Free those of ``rows`` that are retired, durably deleted and not leased."""
+        index = self._e.index
+        rows = np.unique(rows)
+        over = rows[(index.state[rows] == RowState.RETIRED) & (index.leases[rows] == 0)]
+        over = np.array([r for r in over.tolist() if r not in self._undurable], dtype=np.int64)
+        if not over.size:
+            return
+        columns = (index.volume[over].tolist(), index.offset[over].tolist(), index.length[over].tolist())
+        for volume, offset, length in zip(*columns, strict=True):
+            self._e.space.give(Extent(VolumeId(volume), offset, length))
+        index.free(over)
+
+    # ------------------------------------------------------------------------------------------------ verification
+
+    async def verify(self, rows: Rows, stored_keys: Sequence[StoredKey]) -> int | None:
+        """Read suspect blocks at the target and compare their checksums; bad ones are dropped.
+
+        How many were bad; None when the target could not say, then nothing changed.
+        """
+        e, index = self._e, self._e.index
+        by_volume: dict[int, list[tuple[int, StoredKey]]] = {}
+        for row, key in zip(rows.tolist(), stored_keys, strict=True):
+            by_volume.setdefault(int(index.volume[row]), []).append((row, key))
+        bad: list[tuple[int, StoredKey]] = []
+        for volume, blocks in by_volume.items():
+            ranges: list[tuple[int, int, int]] = []
+            for row, key in blocks:
+                ranges += self._ranges(row, key)
+            np.add.at(index.leases, [row for row, _ in blocks], 1)  # so that nobody reuses the extents meanwhile
+            try:
+                found = await e.target.checksums(e.space.specs[VolumeId(volume)], ranges)
+            except (Unavailable, TargetFailed) as error:
+                _log.warning("volume %d: blocks cannot be verified: %s", volume, error)
+                return None
+            finally:
+                np.subtract.at(index.leases, [row for row, _ in blocks], 1)
+                self._free_retired(np.array([row for row, _ in blocks], dtype=np.int64))
+            at = 0
+            for row, key in blocks:
+                tiles = int(index.tiles[row])
+                want = np.frombuffer(index.checksums(np.array([row])), "<u4").tolist()
+                if index.state[row] == RowState.SUSPECT:
+                    if found[at : at + tiles] == want:
+                        index.state[row] = RowState.VISIBLE
+                    else:
+                        bad.append((row, key))
+                at += tiles
+        e.counters["blocks_verified"] += len(rows)
+        if bad:
+            await self.retire(np.array([row for row, _ in bad]), [key for _, key in bad], "bad")
+        return len(bad)
+
+    async def verify_some(self) -> int:
+        """Verify a few suspects in the background; how many were looked at."""
+        index = self._e.index
+        suspects = np.flatnonzero(index.state[: index.high] == RowState.SUSPECT)[:_VERIFY_BATCH]
+        if suspects.size:
+            await self.verify(suspects, self.keys_of(suspects))
+        return len(suspects)
+
+    def _ranges(self, row: int, stored: StoredKey) -> Sequence[tuple[int, int, int]]:
+        index = self._e.index
+        _, keyspace, _, block = split_stored_key(stored)
+        layout = self.schema(keyspace).groups[block.group].layout(int(index.value_length[row]))
+        seeds = tile_seeds(stored, range(layout.tiles), index.write_id[row].tobytes())
+        base = int(index.offset[row])
+        return [(base + o, n, s) for o, n, s in zip(layout.offsets, layout.lengths, seeds, strict=True)]
+
+    def schema(self, keyspace: bytes) -> Schema:
+        """The schema of a keyspace that blocks were stored under. Raises `MetadataCorrupt`."""
+        schema = self._schemas.get(keyspace)
+        if schema is None:
+            data = self._e.store.get("keyspaces", keyspace)
+            if data is None:
+                raise MetadataCorrupt(f"keyspace {keyspace.hex()} has no schema", field="keyspaces")
+            schema = self._schemas[keyspace] = Schema.from_cbor(data)
+        return schema

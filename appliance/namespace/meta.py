@@ -1,0 +1,108 @@
+"""What a metadata directory says of itself: format, node, incarnation, epochs of the volumes, clean stop."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cbor2
+
+from forebay.appliance.namespace.store import Op, Store
+from forebay.crashpoints import crash_point
+from forebay.errors import ConfigInvalid, DataDirNewer, MetadataCorrupt
+
+__all__ = ["FORMAT", "NodeMeta"]
+
+FORMAT = 1
+"""Version of the directory as a whole; a higher one is refused."""
+
+
+@dataclass(slots=True)
+class NodeMeta:
+    """The node's identity and counters, as loaded; changes go through the methods, which make them durable."""
+
+    store: Store
+    node_id: bytes
+    secret: bytes
+    region_bytes: int
+    incarnation: int
+    confirmed_epoch: int
+    intended_epoch: int
+    was_clean: bool
+    drives: dict[str, str]
+
+    @classmethod
+    async def load(cls, store: Store, random: Callable[[int], bytes], region_bytes: int) -> NodeMeta:
+        """Read, or make in an empty store.
+
+        Raises `DataDirNewer`, `MetadataCorrupt`, or `ConfigInvalid` for a directory made with another region size.
+        """
+        data = store.get("meta", b"format")
+        if data is None:
+            fresh = {
+                "v": FORMAT,
+                "node": uuid.UUID(bytes=random(16), version=4).bytes,
+                "secret": random(32),
+                "region": region_bytes,
+            }
+            data = cbor2.dumps(fresh, canonical=True)
+            await store.write([Op("meta", b"format", data)])
+        try:
+            raw = cbor2.loads(data)
+            version, node, secret, region = raw["v"], raw["node"], raw["secret"], raw["region"]
+        except Exception as e:
+            raise MetadataCorrupt(f"the format record does not decode: {e}", field="meta.format") from e
+        if version > FORMAT:
+            raise DataDirNewer(f"metadata has format {version}", field="meta.format", limit=FORMAT)
+        if region != region_bytes:
+            raise ConfigInvalid(
+                f"this data directory has regions of {region} bytes, the configuration says {region_bytes}",
+                field="space.region",
+                limit=region,
+            )
+        drives = {k.decode()[6:]: v.decode() for k, v in store.scan("meta", prefix=b"drive/")}
+        number = cls._number
+        return cls(
+            store,
+            node,
+            secret,
+            region,
+            number(store, b"incarnation"),
+            number(store, b"confirmed_epoch"),
+            number(store, b"intended_epoch"),
+            store.get("meta", b"clean") is not None,
+            drives,
+        )
+
+    @staticmethod
+    def _number(store: Store, key: bytes) -> int:
+        return int.from_bytes(store.get("meta", key) or b"", "big")
+
+    async def begin_incarnation(self) -> None:
+        """A new incarnation and a new intended epoch; from here on a stop is not clean until `mark_clean`."""
+        self.incarnation += 1
+        self.intended_epoch = self.confirmed_epoch + 1
+        await self.store.write(
+            [
+                Op("meta", b"incarnation", self.incarnation.to_bytes(8, "big")),
+                Op("meta", b"intended_epoch", self.intended_epoch.to_bytes(8, "big")),
+                Op("meta", b"clean", None),
+            ]
+        )
+        crash_point("start.after_incarnation")
+
+    async def confirm_epoch(self) -> None:
+        """All labels carry the intended epoch."""
+        crash_point("start.after_labels_before_confirm")
+        await self.store.write([Op("meta", b"confirmed_epoch", self.intended_epoch.to_bytes(8, "big"))])
+        self.confirmed_epoch = self.intended_epoch
+
+    async def name_drive(self, name: str, drive_uuid: str) -> None:
+        """Remember which drive is which."""
+        await self.store.write([Op("meta", b"drive/" + name.encode(), drive_uuid.encode())])
+        self.drives[name] = drive_uuid
+
+    async def mark_clean(self) -> None:
+        """Everything acknowledged is on stable media; the next start need not doubt it."""
+        await self.store.write([Op("meta", b"clean", b"1")])

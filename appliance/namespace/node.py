@@ -1,0 +1,468 @@
+"""The node: namespaces, volumes and sessions around the engine, and what has to happen from time to time.
+
+One event loop owns it. The control service translates calls into these methods; nothing here knows gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from forebay.appliance.dataplane.interface import Barrier, EndpointInfo, Target, VolumeSpec
+from forebay.appliance.dataplane.volumes import FileVolumes, VolumeLabel, volume_size_bytes
+from forebay.appliance.namespace.acl import Acl
+from forebay.appliance.namespace.blocks import Blocks, Engine
+from forebay.appliance.namespace.desired_state import DesiredState, Eviction, Namespace, Principal, Volume, check_name
+from forebay.appliance.namespace.events import EventLog, Waiters
+from forebay.appliance.namespace.eviction import Lru
+from forebay.appliance.namespace.meta import NodeMeta
+from forebay.appliance.namespace.recovery import Recovered, recover
+from forebay.appliance.namespace.room import Room
+from forebay.appliance.namespace.sessions import Session, SessionState, SessionTable
+from forebay.appliance.namespace.space import Drive, Space
+from forebay.appliance.namespace.store import Op, Store
+from forebay.appliance.namespace.writes import Writes
+from forebay.clock import Clock
+from forebay.crashpoints import crash_point
+from forebay.errors import (
+    AlreadyExists,
+    ForebayError,
+    InvalidArgument,
+    NamespaceNotFound,
+    StaleGeneration,
+    Unavailable,
+    VolumeMismatch,
+    WriteExpired,
+)
+from forebay.ids import HostIdentity, NamespaceId, VolumeId
+from forebay.index import BlockIndex, RowState
+from forebay.schema import Schema
+
+__all__ = ["Node", "NodeLimits"]
+
+_log = logging.getLogger(__name__)
+_NQN = "nqn.2014-08.org.nvmexpress:uuid:"
+_MAX_NSID = 1024
+_DELETE_BATCH = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLimits:
+    """Bounds and times that configuration sets."""
+
+    region_bytes: int
+    heartbeat_ms: int = 2_000
+    expiry_ms: int = 10_000
+    lease_ttl_ms: int = 10_000
+    write_ttl_ms: int = 30_000
+    max_sessions: int = 4_096
+    max_blocks: int = 1 << 24
+
+
+class Node:
+    """A node that serves; made by `Node.open`."""
+
+    def __init__(
+        self, meta: NodeMeta, engine: Engine, state: DesiredState, files: dict[str, FileVolumes], limits: NodeLimits
+    ) -> None:
+        self.meta = meta
+        self.engine = engine
+        self.state = state
+        self.limits = limits
+        self.acl = Acl(state)
+        self.sessions = SessionTable(engine.clock, engine.random, limits.max_sessions)
+        self.blocks = Blocks(engine)
+        self.room = Room(engine, self.blocks)
+        self.writes = Writes(engine, self.blocks, self.room, 0)
+        self.recovered = Recovered(0, 0, 0, 0)
+        self._files = files
+        self._admin = asyncio.Lock()
+
+    @classmethod
+    async def open(
+        cls,
+        store: Store,
+        meta: NodeMeta,
+        target: Target,
+        *,
+        drives: Sequence[Drive],
+        limits: NodeLimits,
+        clock: Clock,
+        random: Callable[[int], bytes],
+    ) -> Node:
+        """Bring a node up: a new incarnation, hosts of earlier ones torn down, volumes checked, the index built.
+
+        Raises `VolumeMismatch` (a volume is not the one that metadata names), `MetadataCorrupt`, `Unavailable`.
+        """
+        await meta.begin_incarnation()
+        # design §6.4: whoever wrote under an earlier incarnation can do so no more, before anything is allocated
+        await target.teardown_all()
+        engine = Engine(
+            store=store,
+            target=target,
+            space=Space(store, target, drives, limits.region_bytes),
+            index=BlockIndex(meta.secret, limits.max_blocks),
+            clock=clock,
+            random=random,
+            policy=Lru(),
+            events=EventLog(meta.incarnation),
+            waiters=Waiters(),
+            counters=Counter(),
+        )
+        files = {drive.name: FileVolumes(Path(drive.path)) for drive in drives}
+        node = cls(meta, engine, DesiredState(store), files, limits)
+        await node._start_volumes()
+        node.recovered = await recover(engine, node.state, was_clean=meta.was_clean)
+        node.writes = Writes(engine, node.blocks, node.room, node.recovered.sequence)
+        for namespace in node.state.namespaces:
+            if namespace.deleting:
+                await node._finish_delete(namespace)
+        return node
+
+    # ------------------------------------------------------------------------------------------------ volumes
+
+    async def _start_volumes(self) -> None:
+        meta, space = self.meta, self.engine.space
+        volumes = list(self.state.volumes)
+        for volume in volumes:
+            if volume.drive not in self._files:
+                raise VolumeMismatch(
+                    f"volume {volume.id} lies on drive {volume.drive!r}, which the configuration does not name",
+                    field="drives",
+                )
+            self._files[volume.drive].check(self._label(volume, meta.confirmed_epoch), meta.intended_epoch)
+        for i, volume in enumerate(volumes):
+            self._files[volume.drive].stamp(volume.id, meta.intended_epoch)
+            if i == 0:
+                crash_point("start.between_labels")
+        await meta.confirm_epoch()
+        for volume in volumes:
+            space.add_volume(volume, self._spec(volume))
+            await self.engine.target.add_volume(space.specs[volume.id])
+        for name, files in self._files.items():
+            mine = {v.id for v in volumes if v.drive == name}
+            for left in files.present():
+                if left not in mine:
+                    _log.warning(
+                        "volume %d on drive %s has no metadata: a creation was cut short; it is removed", left, name
+                    )
+                    files.remove(left)
+
+    def _label(self, volume: Volume, epoch: int) -> VolumeLabel:
+        return VolumeLabel(
+            self.meta.node_id,
+            volume.id,
+            NamespaceId(volume.namespace),
+            uuid.UUID(volume.uuid).bytes,
+            epoch,
+            self.limits.region_bytes,
+            volume_size_bytes(volume.regions, self.limits.region_bytes),
+        )
+
+    def _spec(self, volume: Volume) -> VolumeSpec:
+        namespace = self.state.namespaces.get(str(volume.namespace))
+        if namespace is None:
+            raise VolumeMismatch(f"volume {volume.id} has no namespace in metadata", field="namespace")
+        return VolumeSpec(
+            volume.id,
+            namespace.tenant,
+            volume.nsid,
+            f"vol{volume.id}",
+            str(self._files[volume.drive].path(volume.id)),
+            volume_size_bytes(volume.regions, self.limits.region_bytes),
+            volume.nguid,
+        )
+
+    async def _create_volume(self, namespace: Namespace, drive: Drive) -> None:
+        volume_id = VolumeId(await self.state.new_id())
+        fresh = str(uuid.UUID(bytes=self.engine.random(16), version=4))
+        volume = Volume(
+            volume_id, namespace.id, drive.name, self._free_nsid(namespace.tenant), fresh, fresh, drive.capacity_regions
+        )
+        self._files[drive.name].create(self._label(volume, self.meta.confirmed_epoch))
+        crash_point("volume.after_file_before_record")
+        await self.state.volumes.put(volume)
+        spec = self._spec(volume)
+        self.engine.space.add_volume(volume, spec)
+        await self.engine.target.add_volume(spec)
+
+    def _free_nsid(self, tenant: str) -> int:
+        taken = {s.nsid for s in self.engine.space.specs.values() if s.tenant == tenant}
+        for nsid in range(1, _MAX_NSID + 1):
+            if nsid not in taken:
+                return nsid
+        raise InvalidArgument(f"tenant {tenant!r} has as many volumes as it can have", field="name", limit=_MAX_NSID)
+
+    async def replay(self) -> None:
+        """Make a target that restarted know again what it should: volumes, hosts of live sessions, live grants."""
+        target, space = self.engine.target, self.engine.space
+        for spec in list(space.specs.values()):
+            await target.add_volume(spec)
+        for session in self.sessions:
+            if session.state is SessionState.OPEN:
+                for host in list(session.hosts.values()):
+                    await target.add_host(session.access.namespace.tenant, host, self._specs(session.namespace))
+        grants = self.writes.live_grants()
+        await target.revoke([g.grant for g in grants])
+        await target.grant(grants)
+
+    def _specs(self, namespace: int) -> list[VolumeSpec]:
+        return [self.engine.space.specs[v.id] for v in self.engine.space.volumes_of(namespace)]
+
+    # ------------------------------------------------------------------------------------------------ namespaces
+
+    async def create_namespace(self, full_name: str, **options: int | str) -> Namespace:
+        """A new namespace with a volume on every drive. Raises `AlreadyExists`, `InvalidArgument`, `CapacityShort`."""
+        tenant, _, name = full_name.partition("/")
+        check_name(tenant, "name")
+        check_name(name, "name")
+        async with self._admin:
+            if self.state.namespace(full_name) is not None:
+                raise AlreadyExists(f"namespace {full_name!r} exists", field="name")
+            namespace = Namespace(await self.state.new_id(), tenant, name, self.engine.clock.wall_ms())
+            namespace = _checked(replace(namespace, **options))  # type: ignore[arg-type]  # checked by _checked
+            # created as "deleting", so that a stop half-way leaves something that the next start clears away
+            await self.state.namespaces.put(replace(namespace, deleting=True))
+            try:
+                for drive in self.engine.space.drives.values():
+                    await self._create_volume(namespace, drive)
+            except ForebayError:
+                with suppress(ForebayError):
+                    await self._finish_delete(namespace)
+                raise
+            await self.state.namespaces.put(namespace)
+        return namespace
+
+    async def update_namespace(self, full_name: str, **options: int | str) -> Namespace:
+        """Change quota, policies or the minimum generation, which only ever rises. Raises `NamespaceNotFound`."""
+        async with self._admin:
+            old = self._namespace(full_name)
+            new = _checked(replace(old, **options))  # type: ignore[arg-type]  # checked by _checked
+            if new.min_generation < old.min_generation:
+                raise StaleGeneration(
+                    f"min_generation of {full_name} is {old.min_generation} and cannot be lowered",
+                    field="min_generation",
+                    limit=old.min_generation,
+                )
+            await self.state.namespaces.put(new)
+            for session in self.sessions:
+                if session.namespace == new.id:
+                    session.access = replace(session.access, namespace=new)
+            if new.min_generation > old.min_generation:
+                self.engine.events.add("generation", new.id, generation=new.min_generation)
+        return new
+
+    async def delete_namespace(self, full_name: str, *, force: bool) -> tuple[int, int]:
+        """Delete a namespace; with blocks in it only by ``force``. Blocks and bytes that it had."""
+        async with self._admin:
+            namespace = self._namespace(full_name)
+            index = self.engine.index
+            mine = index.namespace[: index.high] == namespace.id
+            found = mine & np.isin(index.state[: index.high], (RowState.VISIBLE, RowState.SUSPECT))
+            blocks, size = int(found.sum()), int(index.length[: index.high][found].sum(dtype=np.uint64))
+            if blocks and not force:
+                raise InvalidArgument(f"{full_name} holds {blocks} blocks: delete it with force", field="force")
+            namespace = replace(namespace, deleting=True)
+            await self.state.namespaces.put(namespace)
+            for session in self.sessions:
+                if session.namespace == namespace.id:
+                    await self.end_session(session)
+            await self._finish_delete(namespace)
+            self.engine.events.add("cleared", namespace.id)
+        return blocks, size
+
+    async def _finish_delete(self, namespace: Namespace) -> None:
+        """Everything of a namespace that is marked as deleting; may run again after a stop."""
+        e = self.engine
+        while True:
+            high = e.index.high
+            mine = e.index.namespace[:high] == namespace.id
+            rows = np.flatnonzero(mine & np.isin(e.index.state[:high], (RowState.VISIBLE, RowState.SUSPECT)))
+            if not rows.size:
+                break
+            rows = rows[:_DELETE_BATCH]
+            await self.blocks.retire(rows, self.blocks.keys_of(rows), "cleared")
+        ops = [Op("blocks", key, None) for key, _ in e.store.scan("blocks", prefix=namespace.id.to_bytes(4, "big"))]
+        if ops:
+            await e.store.write(ops)
+        for volume in self.state.volumes_of(namespace.id):
+            if volume.id in e.space.specs:
+                await e.target.remove_volume(e.space.specs[volume.id])
+                await e.space.drop_volume(volume.id)
+            self._files[volume.drive].remove(volume.id)
+            await self.state.volumes.remove(volume.key)
+        await self.state.namespaces.remove(namespace.key)
+
+    def _namespace(self, full_name: str) -> Namespace:
+        namespace = self.state.namespace(full_name)
+        if namespace is None:
+            raise NamespaceNotFound(f"there is no namespace {full_name!r}", field="name")
+        return namespace
+
+    # ------------------------------------------------------------------------------------------------ sessions
+
+    async def open_session(
+        self,
+        principal: Principal,
+        full_name: str,
+        *,
+        schema_cbor: bytes,
+        generation: int,
+        scopes: Sequence[str],
+        client: str,
+    ) -> tuple[Session, HostIdentity, list[int]]:
+        """A session, the calling process's host identity and the ids of the scopes it named."""
+        access = self.acl.access(principal, full_name)
+        schema = Schema.from_cbor(schema_cbor)
+        for name in scopes or ("default",):
+            access.need_scope(name)
+        if generation < access.namespace.min_generation:
+            raise StaleGeneration(
+                f"generation {generation} is below the minimum of {full_name}",
+                field="generation",
+                limit=access.namespace.min_generation,
+            )
+        ids = [await self.state.scope_id(name) for name in scopes]
+        if self.engine.store.get("keyspaces", schema.keyspace) is None:
+            await self.engine.store.write([Op("keyspaces", schema.keyspace, schema.cbor)])
+        session = self.sessions.open(
+            principal=principal.name,
+            access=access,
+            schema=schema,
+            generation=generation,
+            scopes=dict(zip(ids, scopes, strict=True)) if scopes else {0: "default"},
+            client=client[:256],
+            expiry_ms=self.limits.expiry_ms,
+        )
+        try:
+            host = await self._new_host(session)
+        except BaseException:
+            self.sessions.remove(session)
+            raise
+        self.engine.counters["sessions_opened"] += 1
+        return session, host, ids
+
+    async def join_session(self, principal: Principal, token: bytes) -> tuple[Session, HostIdentity]:
+        """Another process of a session."""
+        session = self.sessions.by_token(token, principal.name)
+        return session, await self._new_host(session)
+
+    async def _new_host(self, session: Session) -> HostIdentity:
+        fresh = str(uuid.UUID(bytes=self.engine.random(16), version=4))
+        host = HostIdentity(_NQN + fresh, fresh)
+        await self.engine.target.add_host(session.access.namespace.tenant, host, self._specs(session.namespace))
+        session.hosts[host.nqn] = host
+        return host
+
+    async def end_session(self, session: Session) -> None:
+        """End a session: leases and pins at once, its writes when the target has torn its hosts down.
+
+        If the target does not answer the session stays ``ending`` and the next sweep goes on.
+        """
+        session.state = SessionState.ENDING
+        self.blocks.release(session, list(session.leases))
+        self.blocks.unpin_all(session)
+        specs = self._specs(session.namespace)
+        for host in list(session.hosts.values()):
+            await self.engine.target.remove_host(session.access.namespace.tenant, host, specs)
+            session.hosts.pop(host.nqn, None)
+        await self.writes.drop_session(session)
+        session.state = SessionState.ENDED
+        self.sessions.remove(session)
+
+    async def refresh_access(self, name: str) -> None:
+        """After a principal's rights changed: its sessions get the new ones, or end."""
+        principal = self.state.principals.get(name)
+        for session in self.sessions:
+            if session.principal != name or session.state is not SessionState.OPEN:
+                continue
+            try:
+                if principal is None:
+                    raise NamespaceNotFound
+                access = self.acl.access(principal, session.access.namespace.full_name)
+                for scope in session.scopes.values():
+                    access.need_scope(scope)
+                session.access = access
+            except ForebayError:
+                await self.end_session(session)
+
+    async def endpoint(self, session: Session) -> EndpointInfo:
+        """Where the session's volumes are served."""
+        return await self.engine.target.endpoint(session.access.namespace.tenant)
+
+    def volumes(self, session: Session) -> list[VolumeSpec]:
+        """The volumes of a session's namespace."""
+        return self._specs(session.namespace)
+
+    # ------------------------------------------------------------------------------------------------ from time to time
+
+    async def sweep(self) -> None:
+        """End what is over: leases, writes, sessions. Called every few hundred ms; errors are left for the next."""
+        for session in self.sessions:
+            self.blocks.expire_leases(session)
+        for session in self.sessions:
+            if session.state is SessionState.ENDING:
+                await self._attempt(self.end_session(session))
+        for session in self.sessions.expired():
+            _log.info("session of %s (%s) ended: nothing heard of it", session.principal, session.client)
+            self.engine.counters["sessions_expired"] += 1
+            await self._attempt(self.end_session(session))
+        await self._attempt(self.writes.sweep())
+
+    async def background(self) -> bool:
+        """A bit of work that can wait: suspects to verify, deletions to finish. True if there may be more."""
+        async with self._admin:  # a creation under way looks like a deletion
+            for namespace in self.state.namespaces:
+                if namespace.deleting:
+                    await self._attempt(self._finish_delete(namespace))
+        return bool(await self.blocks.verify_some())
+
+    async def release_empty_regions(self) -> None:
+        """Give regions without blocks back: what an earlier stop left, and what deletes emptied."""
+        for extents in list(self.engine.space.maps.values()):
+            for region in list(extents.empty_regions()):
+                await self.engine.space.release(region)
+
+    @staticmethod
+    async def _attempt(call: Awaitable[object]) -> None:
+        try:
+            await call
+        except Unavailable as error:
+            _log.warning("left for the next sweep: %s", error)
+        except ForebayError as error:
+            _log.error("left for the next sweep: %s", error)
+
+    async def close(self) -> None:
+        """A clean stop: sessions ended, volumes flushed, and only then the mark that says so."""
+        for session in self.sessions:
+            await self._attempt(self.end_session(session))
+        clean = True
+        for spec in self.engine.space.specs.values():
+            try:
+                clean &= await self.engine.target.barrier(spec) is Barrier.FLUSHED
+            except ForebayError as error:
+                _log.warning("volume %d was not flushed: %s", spec.volume, error)
+                clean = False
+        if clean:
+            await self.meta.mark_clean()
+        self.engine.waiters.wake([], WriteExpired.code)
+
+
+def _checked(namespace: Namespace) -> Namespace:
+    """Refuse options out of range, naming the field."""
+    if namespace.eviction not in tuple(Eviction):
+        raise InvalidArgument(f"eviction {namespace.eviction!r}", field="eviction", limit=", ".join(Eviction))
+    for field in ("quota_bytes", "min_generation", "retention_ms"):
+        if not 0 <= getattr(namespace, field) < 1 << 62:
+            raise InvalidArgument(f"{field} {getattr(namespace, field)}", field=field, limit="0 to 2^62")
+    if namespace.durability not in (0, 1, 2):
+        raise InvalidArgument("no such durability", field="durability", limit="flush, verify, volatile")
+    return namespace

@@ -1,0 +1,155 @@
+"""Making room: where the extents of an Allocate come from.
+
+In order: free slots the namespace holds; a free region of the node; an empty region that somebody holds; then, within
+the namespace alone, eviction of blocks of the same slot size, and last of a whole region of another slot size. Pinned,
+leased and pending blocks are never evicted, and one namespace never evicts another's blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+
+import numpy as np
+
+from forebay.appliance.namespace.blocks import Blocks, Engine
+from forebay.appliance.namespace.desired_state import Eviction, Namespace
+from forebay.appliance.namespace.records import PINNED
+from forebay.errors import OK, NoSpace, QuotaExceeded
+from forebay.ids import Extent
+from forebay.index import Rows, RowState
+
+__all__ = ["Room"]
+
+_log = logging.getLogger(__name__)
+_MIN_VICTIMS = 64
+_EVICT_AHEAD = 16
+
+
+class Room:
+    """Extents for writers, by evicting if need be."""
+
+    def __init__(self, engine: Engine, blocks: Blocks) -> None:
+        self._e = engine
+        self._blocks = blocks
+        self._locks: dict[int, asyncio.Lock] = {}
+        # victims found by one scan, oldest first, with the tick they had: checked again when their turn comes
+        self._victims: dict[tuple[int, int], deque[tuple[int, int]]] = {}
+
+    async def take(self, namespace: Namespace, slot_bytes: int, want: int) -> tuple[list[Extent], int]:
+        """Up to ``want`` extents of that slot size, and the error code that says why there are no more (0: all)."""
+        lock = self._locks.setdefault(namespace.id, asyncio.Lock())
+        async with lock:
+            return await self._take(namespace, slot_bytes, want)
+
+    async def _take(self, namespace: Namespace, slot_bytes: int, want: int) -> tuple[list[Extent], int]:
+        space = self._e.space
+        taken: list[Extent] = []
+        while len(taken) < want:
+            rest = want - len(taken)
+            allowed = self._allowed(namespace, slot_bytes)
+            if allowed < rest and await self._evict(namespace, slot_bytes, rest - allowed):
+                continue
+            if allowed <= 0:
+                return taken, QuotaExceeded.code
+            got = space.take(namespace.id, slot_bytes, min(rest, allowed))
+            if got:
+                taken += got
+            elif not (
+                await space.claim(namespace.id, slot_bytes)
+                or await self._reclaim_and_claim(namespace.id, slot_bytes)
+                or await self._evict(namespace, slot_bytes, rest)
+                or await self._clear_region(namespace, slot_bytes)
+            ):
+                return taken, NoSpace.code
+        return taken, OK
+
+    def _allowed(self, namespace: Namespace, slot_bytes: int) -> int:
+        """Slots that the quota still admits."""
+        if not namespace.quota_bytes:
+            return 1 << 40
+        return (namespace.quota_bytes - self._e.space.used_bytes(namespace.id)) // slot_bytes
+
+    async def _reclaim_and_claim(self, namespace: int, slot_bytes: int) -> bool:
+        return await self._e.space.reclaim(namespace) and await self._e.space.claim(namespace, slot_bytes)
+
+    # ------------------------------------------------------------------------------------------------ eviction
+
+    def _evictable(self, rows: Rows) -> Rows:
+        """Those of ``rows`` that may go: found, not leased, not pinned."""
+        index = self._e.index
+        state = index.state[rows]
+        found = (state == RowState.VISIBLE) | (state == RowState.SUSPECT)
+        free = (index.leases[rows] == 0) & (index.pins[rows] == 0) & (index.flags[rows] & PINNED == 0)
+        evictable: Rows = rows[found & free]
+        return evictable
+
+    async def _evict(self, namespace: Namespace, slot_bytes: int, count: int) -> bool:
+        """Evict ``count`` blocks of a slot size, some more for the next ones to come; False if none could go."""
+        if namespace.eviction == Eviction.NONE:
+            return False
+        victims = self._next_victims(namespace, slot_bytes, max(count, _EVICT_AHEAD))
+        if not victims.size:
+            return False
+        await self._blocks.retire(victims, self._blocks.keys_of(victims), "evicted")
+        return True
+
+    def _next_victims(self, namespace: Namespace, slot_bytes: int, count: int) -> Rows:
+        index = self._e.index
+        waiting = self._victims.setdefault((namespace.id, slot_bytes), deque())
+        chosen: list[int] = []
+        for scan in (False, True):
+            if scan:
+                waiting.extend(self._scan(namespace, slot_bytes, count))
+            while waiting and len(chosen) < count:
+                row, tick = waiting.popleft()
+                same = (
+                    index.tick[row] == tick
+                    and index.namespace[row] == namespace.id
+                    and index.length[row] == slot_bytes
+                    and row not in chosen
+                )
+                if same and self._evictable(np.array([row])).size:
+                    chosen.append(row)
+            if chosen:
+                break
+        return np.array(chosen, dtype=np.int64)
+
+    def _scan(self, namespace: Namespace, slot_bytes: int, count: int) -> list[tuple[int, int]]:
+        """The next victims of a slot size by the policy; blocks of generations below the minimum come first."""
+        index, now_s = self._e.index, self._e.clock.wall_ms() // 1000
+        high = index.high
+        mine = np.flatnonzero((index.namespace[:high] == namespace.id) & (index.length[:high] == slot_bytes))
+        rows = self._evictable(mine)
+        stale = index.generation[rows] < namespace.min_generation
+        # one scan serves many evictions, so that its cost is shared by a fixed part of the candidates
+        count = max(count, _MIN_VICTIMS, len(rows) // 64)
+        fresh = self._e.policy.victims(index, rows[~stale], count, now_s)
+        chosen = np.concatenate([rows[stale], fresh])[:count]
+        return list(zip(chosen.tolist(), index.tick[chosen].tolist(), strict=True))
+
+    async def _clear_region(self, namespace: Namespace, slot_bytes: int) -> bool:
+        """Evict all of the least recently used region of another slot size and claim it for this one."""
+        if namespace.eviction == Eviction.NONE:
+            return False
+        e, index = self._e, self._e.index
+        best: tuple[int, Rows] | None = None
+        for volume in e.space.volumes_of(namespace.id):
+            rows = np.flatnonzero(index.volume[: index.high] == volume.id)
+            rows = rows[index.namespace[rows] == namespace.id]
+            evictable = self._evictable(rows)
+            numbers = index.offset[evictable] // np.uint64(e.space.region_bytes)
+            for region in e.space.maps[volume.id].claimed.values():
+                here = evictable[numbers == region.number]
+                if region.slot_bytes == slot_bytes or len(here) != region.slots - region.free_slots:
+                    continue  # the right size already, or holding something that must stay
+                last_use = int(index.tick[here].max()) if here.size else 0
+                if best is None or last_use < best[0]:
+                    best = (last_use, here)
+        if best is None:
+            return False
+        _log.info("namespace %s: a region of another slot size is evicted for %d", namespace.full_name, slot_bytes)
+        if best[1].size:
+            await self._blocks.retire(best[1], self._blocks.keys_of(best[1]), "evicted")
+        return await self._reclaim_and_claim(namespace.id, slot_bytes)

@@ -1,0 +1,221 @@
+"""Sessions, and what belongs to them: leases, pending writes, pins, host identities.
+
+======== ======================================================= =====================================================
+session  moved by                                                what ends it
+======== ======================================================= =====================================================
+open     OpenSession                                             CloseSession, silence beyond its expiry, its namespace
+                                                                 deleted, the node's restart
+ending   the engine: leases end, hosts are removed at the        the target's word that no command of those hosts can
+         target, pending writes are taken back                   run any more
+ended    the engine                                              —
+======== ======================================================= =====================================================
+
+A lease is ``held`` until Release, its session's end or its deadline; nothing else. A pending write goes
+``allocating → writing → committing → visible`` or to ``fencing`` (aborted, expired, session ending) and from there its
+extent is freed; the engine in `writes` moves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from forebay.appliance.namespace.acl import Access
+from forebay.appliance.namespace.records import Durability
+from forebay.clock import Clock
+from forebay.errors import Busy, SessionExpired
+from forebay.ids import (
+    BlockKey,
+    Extent,
+    GrantId,
+    HostIdentity,
+    LeaseId,
+    SessionId,
+    StoredKey,
+    WriteId,
+    stored_prefix,
+)
+from forebay.index import Rows
+from forebay.schema import Schema, TileLayout
+
+__all__ = ["Lease", "PendingWrite", "Session", "SessionState", "SessionTable", "WriteState"]
+
+_RECENT_WRITES = 8192
+
+
+class WriteState(Enum):
+    """Where a pending write is; see the module."""
+
+    ALLOCATING = "allocating"
+    WRITING = "writing"
+    COMMITTING = "committing"
+    FENCING = "fencing"
+
+
+class SessionState(Enum):
+    """Where a session is; see the module."""
+
+    OPEN = "open"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Lease:
+    """The right to read rows until a deadline (monotonic ms)."""
+
+    id: LeaseId
+    rows: Rows
+    deadline_ms: int
+
+
+@dataclass(slots=True)
+class PendingWrite:
+    """One attempt to write one block: nothing of it outlives the process."""
+
+    write_id: WriteId
+    stored_key: StoredKey
+    digest: bytes
+    session: Session
+    layout: TileLayout
+    policy: Durability
+    deadline_ms: int
+    tail: bytes
+    retain_until_ms: int
+    extent: Extent | None = None
+    hosts: tuple[HostIdentity, ...] = ()
+    grants: tuple[GrantId, ...] = ()
+    checksums: dict[int, int] = field(default_factory=dict)
+    recorded: bool = False
+    """A record of it may be in metadata: it must be deleted there before the extent is free."""
+    state: WriteState = WriteState.ALLOCATING
+    done: asyncio.Future[int] | None = None
+    """Result of the commit that is under way: 0 or an error code."""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.checksums) == self.layout.tiles
+
+
+@dataclass(slots=True)
+class Session:
+    """One engine instance."""
+
+    id: SessionId
+    token: bytes
+    principal: str
+    access: Access
+    schema: Schema
+    generation: int
+    scopes: dict[int, str]
+    client: str
+    seen_ms: int
+    expiry_ms: int
+    state: SessionState = SessionState.OPEN
+    hosts: dict[str, HostIdentity] = field(default_factory=dict)
+    leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    writes: dict[WriteId, PendingWrite] = field(default_factory=dict)
+    recent: deque[tuple[WriteId, int]] = field(default_factory=lambda: deque(maxlen=_RECENT_WRITES))
+    """Outcomes of late commits, so that a repeated Commit gets the same answer."""
+    pins: dict[int, int] = field(default_factory=dict)
+    """Row to the low half of its write id, since a row number may be used again."""
+    _prefixes: dict[tuple[int, int], bytes] = field(default_factory=dict)
+
+    @property
+    def namespace(self) -> int:
+        return self.access.namespace.id
+
+    def stored_keys(self, keys: Sequence[BlockKey]) -> list[StoredKey]:
+        """The keys of metadata for a client's keys."""
+        prefixes = self._prefixes
+        out = []
+        for block in keys:
+            column = (block.scope, block.group)
+            prefix = prefixes.get(column)
+            if prefix is None:
+                prefix = prefixes[column] = stored_prefix(
+                    self.namespace, self.schema.keyspace, self.generation, block.scope, block.group
+                )
+            out.append(StoredKey(prefix + block.key))
+        return out
+
+
+class SessionTable:
+    """Sessions of this incarnation, by id and by token."""
+
+    def __init__(self, clock: Clock, random: Callable[[int], bytes], max_sessions: int) -> None:
+        self._clock = clock
+        self._random = random
+        self._max_sessions = max_sessions
+        self._by_id: dict[SessionId, Session] = {}
+        self._by_token: dict[bytes, Session] = {}
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_id.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def open(
+        self,
+        *,
+        principal: str,
+        access: Access,
+        schema: Schema,
+        generation: int,
+        scopes: dict[int, str],
+        client: str,
+        expiry_ms: int,
+    ) -> Session:
+        """A new session. Raises `Busy` at the node's limit."""
+        if len(self._by_id) >= self._max_sessions:
+            raise Busy("the node has as many sessions as it takes", limit=self._max_sessions, retry_after_ms=1000)
+        session = Session(
+            id=SessionId(self._random(16)),
+            token=self._random(32),
+            principal=principal,
+            access=access,
+            schema=schema,
+            generation=generation,
+            scopes=scopes,
+            client=client,
+            seen_ms=self._clock.monotonic_ms(),
+            expiry_ms=expiry_ms,
+        )
+        self._by_id[session.id] = session
+        self._by_token[session.token] = session
+        return session
+
+    def get(self, session_id: bytes, principal: str) -> Session:
+        """An open session of this principal, now seen. Raises `SessionExpired`."""
+        session = self._by_id.get(SessionId(session_id))
+        return self._seen(session, principal)
+
+    def by_token(self, token: bytes, principal: str) -> Session:
+        """The open session that a token joins. Raises `SessionExpired`."""
+        return self._seen(self._by_token.get(token), principal)
+
+    def _seen(self, session: Session | None, principal: str) -> Session:
+        now_ms = self._clock.monotonic_ms()
+        if (
+            session is None
+            or session.principal != principal
+            or session.state is not SessionState.OPEN
+            or now_ms - session.seen_ms > session.expiry_ms
+        ):
+            raise SessionExpired("the session is unknown or has ended: open a new one", field="context.session")
+        session.seen_ms = now_ms
+        return session
+
+    def expired(self) -> list[Session]:
+        """Open sessions that were silent for too long."""
+        now_ms = self._clock.monotonic_ms()
+        return [s for s in self if s.state is SessionState.OPEN and now_ms - s.seen_ms > s.expiry_ms]
+
+    def remove(self, session: Session) -> None:
+        """Forget an ended session."""
+        self._by_id.pop(session.id, None)
+        self._by_token.pop(session.token, None)

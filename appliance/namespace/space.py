@@ -1,0 +1,179 @@
+"""Space of a node: drives, the volumes on them, the regions those claimed, and the extents inside.
+
+========= ============================================== ===========================================================
+region    moved by                                        on disk
+========= ============================================== ===========================================================
+free      —                                               no record, a hole
+claiming  `Space.claim`                                   record durable, then prepared: reserved and reading zeros
+claimed   `Space.claim`                                   record, space reserved
+releasing `Space.release`, only of an empty region        deallocated, then the record deleted
+========= ============================================== ===========================================================
+
+A stop in between leaves a record without blocks, and a region without blocks is released at the next start. Capacity
+is counted in regions: what is claimed is never more than a drive's capacity.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from forebay.appliance.dataplane.extents import ExtentMap, Region
+from forebay.appliance.dataplane.interface import Target, VolumeSpec
+from forebay.appliance.namespace.desired_state import Volume
+from forebay.appliance.namespace.store import Op, Store
+from forebay.crashpoints import crash_point
+from forebay.errors import MetadataCorrupt, NoSpace
+from forebay.ids import Extent, VolumeId
+
+__all__ = ["Drive", "Space"]
+
+_REGION_KEY = struct.Struct(">II")
+_REGION_VALUE = struct.Struct(">I")
+
+
+@dataclass(slots=True)
+class Drive:
+    """A drive's share of the node. ``full`` is set when its file system had less room than its capacity says."""
+
+    name: str
+    path: str
+    capacity_regions: int
+    claimed_regions: int = 0
+    full: bool = False
+
+    @property
+    def free_regions(self) -> int:
+        return 0 if self.full else max(0, self.capacity_regions - self.claimed_regions)
+
+
+class Space:
+    """The node's space. One event loop owns it; claims and releases are serialised."""
+
+    def __init__(self, store: Store, target: Target, drives: Iterable[Drive], region_bytes: int) -> None:
+        self._store = store
+        self._target = target
+        self.drives = {drive.name: drive for drive in drives}
+        self.region_bytes = region_bytes
+        self.volumes: dict[VolumeId, Volume] = {}
+        self.specs: dict[VolumeId, VolumeSpec] = {}
+        self.maps: dict[VolumeId, ExtentMap] = {}
+        self._changing = asyncio.Lock()
+
+    # ------------------------------------------------------------------------------------------------ volumes
+
+    def add_volume(self, volume: Volume, spec: VolumeSpec) -> None:
+        """Take a volume into account, with the regions that metadata says it claimed. Raises `MetadataCorrupt`."""
+        self.volumes[volume.id] = volume
+        self.specs[volume.id] = spec
+        extents = self.maps[volume.id] = ExtentMap(volume.id, self.region_bytes, volume.regions)
+        for key, value in self._store.scan("regions", prefix=volume.id.to_bytes(4, "big")):
+            number, slot_bytes = _REGION_KEY.unpack(key)[1], _REGION_VALUE.unpack(value)[0]
+            if not 1 <= number <= volume.regions or not 0 < slot_bytes <= self.region_bytes:
+                raise MetadataCorrupt(f"region {number} of volume {volume.id} is out of range", field="regions")
+            extents.claim(number, slot_bytes)
+            self.drives[volume.drive].claimed_regions += 1
+
+    async def drop_volume(self, volume: VolumeId) -> None:
+        """Forget a volume whose file is gone, and its regions."""
+        extents = self.maps.pop(volume)
+        drive = self.drives[self.volumes.pop(volume).drive]
+        del self.specs[volume]
+        await self._store.write([Op("regions", _REGION_KEY.pack(volume, n), None) for n in extents.claimed])
+        drive.claimed_regions -= len(extents.claimed)
+        drive.full = False
+
+    def volumes_of(self, namespace: int) -> list[Volume]:
+        """A namespace's volumes."""
+        return [v for v in self.volumes.values() if v.namespace == namespace]
+
+    # ------------------------------------------------------------------------------------------------ extents
+
+    def used_bytes(self, namespace: int) -> int:
+        """Bytes of extents that have an owner: pending, visible or waiting for leases to end."""
+        return sum(self.maps[v.id].used_bytes for v in self.volumes_of(namespace))
+
+    def reserved_bytes(self, namespace: int) -> int:
+        """Bytes of regions that a namespace holds."""
+        return sum(len(self.maps[v.id].claimed) for v in self.volumes_of(namespace)) * self.region_bytes
+
+    def take(self, namespace: int, slot_bytes: int, want: int) -> list[Extent]:
+        """Up to ``want`` free extents of claimed regions, consecutive where possible."""
+        taken: list[Extent] = []
+        maps = [self.maps[v.id] for v in self.volumes_of(namespace)]
+        while len(taken) < want:
+            extents = max(maps, key=lambda m: m.free_slots(slot_bytes), default=None)
+            if extents is None or not extents.free_slots(slot_bytes):
+                break
+            taken += extents.take(slot_bytes, want - len(taken))
+        return taken
+
+    def give(self, extent: Extent) -> None:
+        """Take an extent back; all that design §6.4 asks has happened."""
+        self.maps[extent.volume].give(extent)
+
+    def adopt(self, extent: Extent) -> bool:
+        """Mark an extent that a record owns; False if it cannot be owned by it."""
+        extents = self.maps.get(extent.volume)
+        return extents is not None and extents.adopt(extent)
+
+    # ------------------------------------------------------------------------------------------------ regions
+
+    async def claim(self, namespace: int, slot_bytes: int) -> bool:
+        """Claim one more region for a namespace, on its drive with most room; False if no drive has any."""
+        async with self._changing:
+            mine = [v for v in self.volumes_of(namespace) if self.drives[v.drive].free_regions]
+            for volume in sorted(mine, key=lambda v: -self.drives[v.drive].free_regions):
+                extents, drive = self.maps[volume.id], self.drives[volume.drive]
+                number = extents.unclaimed()
+                if number is None:
+                    continue
+                key = _REGION_KEY.pack(volume.id, number)
+                drive.claimed_regions += 1
+                try:
+                    await self._store.write([Op("regions", key, _REGION_VALUE.pack(slot_bytes))])
+                    crash_point("region.after_record_before_prepare")
+                    await self._target.prepare_region(
+                        self.specs[volume.id], number * self.region_bytes, self.region_bytes
+                    )
+                except NoSpace:
+                    drive.full = True
+                    drive.claimed_regions -= 1
+                    await self._store.write([Op("regions", key, None)])
+                    continue
+                except BaseException:
+                    # the record may be there: a claimed region without blocks is released at the next start
+                    drive.claimed_regions -= 1
+                    raise
+                crash_point("region.after_prepare")
+                extents.claim(number, slot_bytes)
+                return True
+            return False
+
+    async def reclaim(self, namespace: int) -> bool:
+        """Release one empty region of any volume that shares a drive with the namespace; False if there is none."""
+        drives = {v.drive for v in self.volumes_of(namespace)}
+        for volume in list(self.volumes.values()):
+            if volume.drive in drives:
+                region = next(self.maps[volume.id].empty_regions(), None)
+                if region is not None:
+                    await self.release(region)
+                    return True
+        return False
+
+    async def release(self, region: Region) -> None:
+        """Give an empty region back to its drive."""
+        async with self._changing:
+            extents = self.maps.get(region.volume)
+            if extents is None or extents.claimed.get(region.number) is not region or not region.empty:
+                return  # somebody was faster
+            extents.unclaim(region.number)
+            crash_point("region.before_release")
+            await self._target.release_region(self.specs[region.volume], region.offset_bytes, self.region_bytes)
+            crash_point("region.after_release_before_record")
+            await self._store.write([Op("regions", _REGION_KEY.pack(region.volume, region.number), None)])
+            drive = self.drives[self.volumes[region.volume].drive]
+            drive.claimed_regions -= 1
+            drive.full = False

@@ -1,0 +1,476 @@
+"""Writing blocks: Allocate, Commit, Abort, and taking back what was never committed.
+
+=========== ================================================= =========================================================
+write       moved by                                          next
+=========== ================================================= =========================================================
+allocating  Allocate reserved the key and looks for room      writing (extent and grants there), or gone (no room)
+writing     ranks write and commit tiles                      committing (last tile committed); fencing (abort,
+                                                              deadline, session's end)
+committing  grants revoked, barrier, record durable           visible; writing again if the target or metadata failed
+fencing     grants revoked; hosts torn down unless the holder free
+            reported all its commands complete
+=========== ================================================= =========================================================
+
+The order inside a commit is what makes a visible block safe: no grant is left that could change its bytes, its bytes
+are stable (as its policy says) before its record is, and only then can it be found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import cbor2
+import numpy as np
+
+from forebay.appliance.dataplane.extents import slot_class_bytes
+from forebay.appliance.dataplane.interface import Barrier, WriteGrant
+from forebay.appliance.namespace.blocks import Blocks, Engine, owner_key
+from forebay.appliance.namespace.records import FLUSHED, Durability, Record
+from forebay.appliance.namespace.room import Room
+from forebay.appliance.namespace.sessions import PendingWrite, Session, SessionState, WriteState
+from forebay.appliance.namespace.store import Op
+from forebay.crashpoints import crash_point
+from forebay.errors import (
+    OK,
+    Absent,
+    AlreadyExists,
+    ForebayError,
+    GridInvalid,
+    InvalidArgument,
+    Pending,
+    SessionExpired,
+    StaleGeneration,
+    Unavailable,
+    ValueSize,
+    WriteExpired,
+)
+from forebay.ids import BlockKey, Extent, GrantId, HostIdentity, StoredKey, VolumeId, WriteId, check_keys
+from forebay.index import RowState
+from forebay.schema import TileLayout
+
+__all__ = ["Allocation", "TileSum", "Writes", "encode_tail"]
+
+_log = logging.getLogger(__name__)
+_MAX_TICKED = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One row of Allocate's answer; ``extent`` is None unless ``status`` is 0."""
+
+    status: int
+    write_id: WriteId
+    extent: Extent | None
+
+
+@dataclass(frozen=True, slots=True)
+class TileSum:
+    """One committed tile: its number and the checksum of its exact bytes."""
+
+    tile: int
+    checksum: int
+
+
+class Writes:
+    """The engine's writing side. One event loop owns it."""
+
+    def __init__(self, engine: Engine, blocks: Blocks, room: Room, sequence: int) -> None:
+        self._e = engine
+        self._blocks = blocks
+        self._room = room
+        self._sequence = sequence
+        self._by_digest: dict[bytes, PendingWrite] = {}
+        self._next_grant = 1
+        self._barriers: dict[VolumeId, _SharedBarrier] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    def pending(self, digest: bytes) -> PendingWrite | None:
+        """Who writes this key."""
+        return self._by_digest.get(digest)
+
+    def pending_bytes(self, namespace: int) -> int:
+        """Bytes of extents of a namespace that are not visible yet."""
+        mine = (w for w in self._by_digest.values() if w.session.namespace == namespace)
+        return sum(w.extent.length_bytes for w in mine if w.extent is not None)
+
+    def live_grants(self) -> list[WriteGrant]:
+        """Grants that the target should know: what is replayed when it restarted."""
+        return [
+            WriteGrant(grant, host, w.extent)
+            for w in self._by_digest.values()
+            if w.state is WriteState.WRITING and w.extent is not None
+            for grant, host in zip(w.grants, w.hosts, strict=True)
+        ]
+
+    # ------------------------------------------------------------------------------------------------ Allocate
+
+    async def allocate(
+        self,
+        session: Session,
+        keys: Sequence[BlockKey],
+        value_bytes: Sequence[int] | None,
+        *,
+        hosts: Sequence[HostIdentity],
+        ttl_ms: int,
+        tails: Sequence[bytes],
+        retain_until_ms: int,
+    ) -> list[Allocation]:
+        """Give each key an extent to write, or say that it is present, pending, or that there is no room."""
+        check_keys(keys, unique=True)
+        layouts = [self._layout(session, key, value_bytes[i] if value_bytes else None) for i, key in enumerate(keys)]
+        stored, digests, rows = self._blocks.find(session, keys)
+        status = [OK if row < 0 else AlreadyExists.code for row in rows.tolist()]
+        deadline_ms = self._e.clock.monotonic_ms() + ttl_ms
+        writes: dict[int, PendingWrite] = {}
+        for i, row in enumerate(rows.tolist()):
+            digest = digests[i].tobytes()
+            if row >= 0:
+                continue
+            if digest in self._by_digest:
+                status[i] = Pending.code
+                continue
+            write = self._new_write(session, stored[i], digest, layouts[i], deadline_ms, tails[i], retain_until_ms)
+            writes[i] = self._by_digest[digest] = write
+        try:
+            await self._find_room(session, writes, status)
+            await self._grant(session, writes, hosts)
+        except BaseException:
+            self._doom(writes.values())
+            raise
+        none = WriteId(bytes(16))
+        return [
+            Allocation(code, writes[i].write_id, writes[i].extent) if code == OK else Allocation(code, none, None)
+            for i, code in enumerate(status)
+        ]
+
+    @staticmethod
+    def _layout(session: Session, key: BlockKey, value_bytes: int | None) -> TileLayout:
+        groups = session.schema.groups
+        if key.group >= len(groups):
+            raise InvalidArgument(f"group {key.group} is not in the schema", field="keys.groups", limit=len(groups) - 1)
+        return groups[key.group].layout(value_bytes)
+
+    def _new_write(  # noqa: PLR0917  the fields of the record to be
+        self,
+        session: Session,
+        stored: StoredKey,
+        digest: bytes,
+        layout: TileLayout,
+        deadline_ms: int,
+        tail: bytes,
+        retain_until_ms: int,
+    ) -> PendingWrite:
+        namespace = session.access.namespace
+        if namespace.retention_ms:
+            retain_until_ms = max(retain_until_ms, self._e.clock.wall_ms() + namespace.retention_ms)
+        return PendingWrite(
+            WriteId(self._e.random(16)),
+            stored,
+            digest,
+            session,
+            layout,
+            Durability(namespace.durability),
+            deadline_ms,
+            tail,
+            min(retain_until_ms, (_MAX_TICKED - 1) * 1000),
+        )
+
+    async def _find_room(self, session: Session, writes: dict[int, PendingWrite], status: list[int]) -> None:
+        exact = session.schema.engine != "opaque"
+        by_slot: dict[int, list[int]] = {}
+        for i, write in writes.items():
+            size = write.layout.extent_bytes
+            by_slot.setdefault(size if exact else slot_class_bytes(size), []).append(i)
+        for slot_bytes, indices in by_slot.items():
+            if slot_bytes > self._e.space.region_bytes:
+                raise ValueSize(
+                    f"a block takes {slot_bytes} bytes", field="length_bytes", limit=self._e.space.region_bytes
+                )
+            extents, why = await self._room.take(session.access.namespace, slot_bytes, len(indices))
+            for i, extent in zip(indices, extents, strict=False):
+                writes[i].extent = extent
+            for i in indices[len(extents) :]:
+                status[i] = why
+                self._forget(writes.pop(i))
+
+    async def _grant(self, session: Session, writes: dict[int, PendingWrite], hosts: Sequence[HostIdentity]) -> None:
+        crash_point("allocate.before_grant")
+        grants = []
+        for write in writes.values():
+            write.hosts = tuple(hosts)
+            write.grants = tuple(GrantId(self._next_grant + i) for i in range(len(hosts)))
+            self._next_grant += len(hosts)
+            extent = cast(Extent, write.extent)
+            grants += [WriteGrant(g, h, extent) for g, h in zip(write.grants, write.hosts, strict=True)]
+        if grants:
+            await self._e.target.grant(grants)
+        crash_point("allocate.after_grant")
+        if session.state is not SessionState.OPEN:
+            raise SessionExpired("the session ended while the call ran", field="context.session")
+        for write in writes.values():
+            write.state = WriteState.WRITING
+            session.writes[write.write_id] = write
+        self._e.counters["allocated_blocks"] += len(writes)
+
+    def _doom(self, writes: Iterable[PendingWrite]) -> None:
+        """Allocate failed half-way: the next sweep fences and frees what it had taken."""
+        for write in writes:
+            if write.extent is None:
+                self._forget(write)
+            else:
+                write.state = WriteState.WRITING
+                write.deadline_ms = 0
+                write.session.writes[write.write_id] = write
+
+    def _forget(self, write: PendingWrite) -> None:
+        self._by_digest.pop(write.digest, None)
+        write.session.writes.pop(write.write_id, None)
+
+    # ------------------------------------------------------------------------------------------------ Commit
+
+    async def commit(self, session: Session, rows: Sequence[tuple[WriteId, Sequence[TileSum]]]) -> list[int]:
+        """Record tiles as written; blocks whose grid is covered become durable and visible.
+
+        Status of each: 0 visible, `Pending` when tiles of other ranks are missing. Repeating a commit gets the first
+        one's answer. Raises `GridInvalid`, and then nothing of the call was done.
+        """
+        found = [session.writes.get(write_id) for write_id, _ in rows]
+        for i, (write, (_, sums)) in enumerate(zip(found, rows, strict=True)):
+            if write is not None:
+                _check_tiles(write, sums, i)
+        recent = dict(session.recent) if None in found else {}
+        status: list[int] = []
+        ready: list[PendingWrite] = []
+        waiting: dict[int, asyncio.Future[int]] = {}
+        for i, (write, (write_id, sums)) in enumerate(zip(found, rows, strict=True)):
+            if write is None or write.state in (WriteState.ALLOCATING, WriteState.FENCING):
+                status.append(recent.get(write_id, WriteExpired.code))
+                continue
+            if write.state is WriteState.WRITING:
+                write.checksums.update((s.tile, s.checksum) for s in sums)
+                if write.complete:
+                    write.state = WriteState.COMMITTING
+                    write.done = asyncio.get_running_loop().create_future()
+                    ready.append(write)
+            if write.done is not None:
+                waiting[i] = write.done
+            status.append(Pending.code)
+        if ready:
+            await asyncio.shield(asyncio.ensure_future(self._make_visible(ready)))
+        for i, done in waiting.items():
+            status[i] = await asyncio.shield(done)
+        return status
+
+    async def _make_visible(self, writes: list[PendingWrite]) -> None:
+        """Runs to its end whatever happens to the call that began it; every write gets an outcome."""
+        by_policy: dict[Durability, list[PendingWrite]] = {}
+        for write in writes:
+            by_policy.setdefault(write.policy, []).append(write)
+        for policy, group in by_policy.items():
+            try:
+                code = await self._commit_group(policy, group)
+            except ForebayError as error:
+                _log.warning("commit of %d blocks failed: %s", len(group), error)
+                code = error.code
+            except Exception:  # outcomes must be set, or callers wait for ever
+                _log.exception("commit of %d blocks failed", len(group))
+                code = Unavailable.code
+            for write in group:
+                done = cast("asyncio.Future[int]", write.done)
+                if code == OK:
+                    self._forget(write)
+                    write.session.recent.append((write.write_id, OK))
+                elif code == StaleGeneration.code:
+                    # grants are gone: nothing can write here any more
+                    self._free(write)
+                    write.session.recent.append((write.write_id, code))
+                else:
+                    # may be tried again until its deadline, which fences and frees it
+                    write.state, write.done = WriteState.WRITING, None
+                if not done.done():
+                    done.set_result(code)
+
+    async def _commit_group(self, policy: Durability, group: list[PendingWrite]) -> int:
+        e = self._e
+        crash_point("commit.before_revoke")
+        await e.target.revoke([g for w in group for g in w.grants])
+        extents = {w.write_id: cast(Extent, w.extent) for w in group}
+        flushed: set[VolumeId] = set()
+        if policy is Durability.FLUSH:
+            for volume in sorted({x.volume for x in extents.values()}):
+                if await self._barrier(volume) is Barrier.FLUSHED:
+                    flushed.add(volume)
+        crash_point("commit.after_data_before_metadata")
+        try:
+            self._blocks.admit(group[0].session)
+        except StaleGeneration as error:
+            await self._unrecord([w for w in group if w.recorded])
+            return error.code
+        ops, records = [], []
+        for write in group:
+            write.recorded = True
+            extent = extents[write.write_id]
+            self._sequence += 1
+            record = Record(
+                write.write_id,
+                extent,
+                write.layout.value_bytes,
+                tuple(write.checksums[t] for t in range(write.layout.tiles)),
+                policy,
+                self._sequence,
+                e.clock.wall_ms(),
+                write.retain_until_ms,
+                FLUSHED if extent.volume in flushed else 0,
+                tail=write.tail,
+            )
+            records.append(record)
+            ops.append(Op("blocks", write.stored_key, record.encode()))
+            ops.append(Op("owners", owner_key(extent.volume, extent.offset_bytes), write.stored_key))
+        await e.store.write(ops, durable=policy is not Durability.VOLATILE)
+        crash_point("commit.after_metadata_before_visible")
+        self._link(group, records)
+        return OK
+
+    def _link(self, group: list[PendingWrite], records: list[Record]) -> None:
+        e = self._e
+        digests = np.frombuffer(b"".join(w.digest for w in group), "<u8").reshape(-1, 2)
+        rows = e.index.insert(
+            digests,
+            [r.checksums for r in records],
+            write_id=np.frombuffer(b"".join(r.write_id for r in records), "<u8").reshape(-1, 2),
+            offset=[r.extent.offset_bytes for r in records],
+            generation=[w.session.generation for w in group],
+            volume=[r.extent.volume for r in records],
+            namespace=[w.session.namespace for w in group],
+            length=[r.extent.length_bytes for r in records],
+            value_length=[r.value_bytes for r in records],
+            retain_until_s=[r.retain_until_ms // 1000 for r in records],
+            state=RowState.VISIBLE,
+            flags=[r.flags for r in records],
+        )
+        for i, write in enumerate(group):
+            tail = records[i].described() if records[i].tail else {}
+            e.policy.committed(e.index, rows[i : i + 1], tail)
+            e.events.add(
+                "stored",
+                write.session.namespace,
+                write.stored_key,
+                tail=write.tail,
+                value_bytes=write.layout.value_bytes,
+                generation=write.session.generation,
+            )
+        e.counters["committed_blocks"] += len(group)
+        e.counters["committed_bytes"] += sum(r.value_bytes for r in records)
+        e.waiters.wake([w.digest for w in group], OK)
+
+    async def _barrier(self, volume: VolumeId) -> Barrier:
+        """A barrier shared by all who ask while one runs: the next one covers them all."""
+        shared = self._barriers.get(volume)
+        if shared is None:
+            spec = self._e.space.specs[volume]
+            shared = self._barriers[volume] = _SharedBarrier(lambda: self._e.target.barrier(spec))
+        return await shared.wait()
+
+    # ------------------------------------------------------------------------------------------------ taking back
+
+    async def abort(self, session: Session, write_ids: Sequence[WriteId], *, quiesced: bool) -> int:
+        """Take writes back; ``quiesced`` is the holder's word that all its commands have completed."""
+        writes = [w for i in write_ids if (w := session.writes.get(i)) is not None and w.state is WriteState.WRITING]
+        await self.fence(writes, quiesced=quiesced)
+        return len(writes)
+
+    async def fence(self, writes: Sequence[PendingWrite], *, quiesced: bool) -> None:
+        """Free the extents of writes once nothing can write to them any more (design §6.4).
+
+        If the target does not answer they stay taken, and the next sweep tries again.
+        """
+        if not writes:
+            return
+        for write in writes:
+            write.state = WriteState.FENCING
+        try:
+            await self._e.target.revoke([g for w in writes for g in w.grants])
+            if not quiesced:
+                for host in {h for w in writes for h in w.hosts}:
+                    await self._e.target.teardown_host(host)
+            await self._unrecord([w for w in writes if w.recorded])
+        except BaseException:
+            for write in writes:
+                write.state, write.deadline_ms = WriteState.WRITING, 0
+            raise
+        for write in writes:
+            self._free(write)
+        self._e.counters["aborted_blocks"] += len(writes)
+
+    async def _unrecord(self, writes: Sequence[PendingWrite]) -> None:
+        """Delete records that a failed commit may have left, before their extents can have another owner."""
+        ops = []
+        for write in writes:
+            extent = cast(Extent, write.extent)
+            ops.append(Op("blocks", write.stored_key, None))
+            ops.append(Op("owners", owner_key(extent.volume, extent.offset_bytes), None))
+        if ops:
+            await self._e.store.write(ops)
+
+    def _free(self, write: PendingWrite) -> None:
+        self._e.space.give(cast(Extent, write.extent))
+        self._forget(write)
+        # those who wait learn at once that this producer is gone
+        self._e.waiters.wake([write.digest], Absent.code)
+
+    async def sweep(self) -> int:
+        """Take back writes whose deadline passed. How many; raises `Unavailable` when the target does not answer."""
+        now_ms = self._e.clock.monotonic_ms()
+        late = [w for w in self._by_digest.values() if w.state is WriteState.WRITING and w.deadline_ms <= now_ms]
+        await self.fence(late, quiesced=False)
+        return len(late)
+
+    async def drop_session(self, session: Session) -> None:
+        """Free a session's writes after its hosts were removed at the target: nothing of theirs can run any more."""
+        mine = [w for w in self._by_digest.values() if w.session is session]
+        for done in [w.done for w in mine if w.done is not None]:
+            await asyncio.shield(done)
+        await self.fence([w for w in mine if w.state is WriteState.WRITING], quiesced=True)
+
+
+def _check_tiles(write: PendingWrite, sums: Sequence[TileSum], row: int) -> None:
+    if not sums:
+        raise GridInvalid(f"row {row} commits no tile", field="tiles")
+    for tile in sums:
+        if tile.tile >= write.layout.tiles:
+            raise GridInvalid(
+                f"row {row} commits tile {tile.tile}", field="tiles", limit=f"0 to {write.layout.tiles - 1}"
+            )
+        if write.checksums.get(tile.tile, tile.checksum) != tile.checksum:
+            raise GridInvalid(f"row {row}: tile {tile.tile} was committed with another checksum", field="tiles")
+
+
+class _SharedBarrier:
+    """One barrier runs at a time; those who come meanwhile share the next, which starts after them."""
+
+    def __init__(self, run: Callable[[], Awaitable[Barrier]]) -> None:
+        self._run = run
+        self._next: asyncio.Task[Barrier] | None = None
+        self._lock = asyncio.Lock()
+
+    async def wait(self) -> Barrier:
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._locked())
+        return await asyncio.shield(self._next)
+
+    async def _locked(self) -> Barrier:
+        async with self._lock:
+            self._next = None  # who comes from here on needs a later one
+            return await self._run()
+
+
+def encode_tail(describe: dict[str, Any], hints: dict[str, Any]) -> bytes:
+    """The CBOR tail of a record; empty when there is nothing to say."""
+    tail = {name: part for name, part in (("d", describe), ("h", hints)) if part}
+    return cbor2.dumps(tail, canonical=True) if tail else b""
