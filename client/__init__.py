@@ -2,3 +2,53 @@
 
 Imports go one way: this package uses the shared vocabulary in ``forebay`` and nothing of ``forebay.appliance``.
 """
+
+from forebay.client.admin import (
+    Admin,
+    CreatedPrincipal,
+    DeletedNamespace,
+    DriveStatus,
+    GrantInfo,
+    NamespaceInfo,
+    NodeStatus,
+    PrincipalInfo,
+)
+from forebay.client.client import Client, Key, connect
+from forebay.client.options import ClientOptions
+from forebay.client.results import (
+    BlockStat,
+    ClientStats,
+    Describe,
+    GetResult,
+    Hints,
+    ListedBlock,
+    MatchResult,
+    PutResult,
+    WatchEvent,
+)
+from forebay.client.transports.nvme_tcp import NvmeTcpOptions
+
+__all__ = [
+    "Admin",
+    "BlockStat",
+    "Client",
+    "ClientOptions",
+    "ClientStats",
+    "CreatedPrincipal",
+    "DeletedNamespace",
+    "Describe",
+    "DriveStatus",
+    "GetResult",
+    "GrantInfo",
+    "Hints",
+    "Key",
+    "ListedBlock",
+    "MatchResult",
+    "NamespaceInfo",
+    "NodeStatus",
+    "NvmeTcpOptions",
+    "PrincipalInfo",
+    "PutResult",
+    "WatchEvent",
+    "connect",
+]

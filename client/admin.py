@@ -1,0 +1,286 @@
+"""Administration of a node: namespaces, principals, grants, status. Unlike data calls, these raise what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from forebay.client.rpc import NodeAddress, Rpc, find_token
+from forebay.clock import SystemClock
+from forebay.errors import InvalidArgument
+from forebay.proto import forebay_pb2 as pb
+
+__all__ = [
+    "Admin",
+    "CreatedPrincipal",
+    "DeletedNamespace",
+    "DriveStatus",
+    "GrantInfo",
+    "NamespaceInfo",
+    "NodeStatus",
+    "PrincipalInfo",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceInfo:
+    """A namespace: its policy and its use."""
+
+    name: str
+    id: int
+    quota_bytes: int
+    durability: str
+    eviction: str
+    min_generation: int
+    retention_ms: int
+    used_bytes: int
+    pending_bytes: int
+    pinned_bytes: int
+    reserved_bytes: int
+    blocks: int
+    sessions: int
+    created_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeletedNamespace:
+    """What went with a namespace."""
+
+    blocks: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrantInfo:
+    """Rights of a principal on a namespace."""
+
+    namespace: str
+    rights: tuple[str, ...]
+    scopes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrincipalInfo:
+    """A principal and its grants."""
+
+    name: str
+    admin: bool
+    grants: tuple[GrantInfo, ...]
+    created_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class CreatedPrincipal:
+    """A principal with its token, which is shown this once."""
+
+    principal: PrincipalInfo
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class DriveStatus:
+    """A drive of the node; ``free_bytes`` are in free regions."""
+
+    name: str
+    path: str
+    capacity_bytes: int
+    free_bytes: int
+    io: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """How a node is."""
+
+    node: str
+    version: str
+    incarnation: int
+    uptime_ms: int
+    blocks: int
+    used_bytes: int
+    capacity_bytes: int
+    sessions: int
+    leases: int
+    pending_writes: int
+    drives: tuple[DriveStatus, ...]
+    target_kind: str
+    target_pid: int
+    target_capabilities: tuple[str, ...]
+    index_bytes: int
+    counters: dict[str, int]
+
+
+class Admin:
+    """An administrator's connection to a node; a context manager. Tokens are found as `connect` finds them.
+
+    Every call raises what the node answered (`PermissionDenied`, `NamespaceNotFound`, `AlreadyExists`, ...) or
+    `Unavailable` and `DeadlineExceeded`.
+    """
+
+    def __init__(
+        self, url: str = "forebay://127.0.0.1:7470", *, token: str | None = None, deadline_ms: int = 10_000
+    ) -> None:
+        if not 1 <= deadline_ms <= 600_000:
+            raise InvalidArgument(f"deadline_ms is {deadline_ms}", field="deadline_ms", limit="1 to 600000")
+        self._clock = SystemClock()
+        self._deadline_ms = deadline_ms
+        self._rpc = Rpc(NodeAddress(url), find_token(token), self._clock)
+
+    def _call(self, method: str, request: Any) -> Any:
+        request.context.deadline_ms = self._deadline_ms
+        deadline_ms = self._clock.monotonic_ms() + self._deadline_ms
+        return self._rpc.call(getattr(self._rpc.admin, method), request, deadline_ms)
+
+    # --- namespaces -------------------------------------------------------------------------------------------------
+
+    def create_namespace(
+        self,
+        name: str,
+        *,
+        quota_bytes: int = 0,
+        durability: str = "flush",
+        eviction: str = "lru",
+        min_generation: int = 0,
+        retention_ms: int = 0,
+    ) -> NamespaceInfo:
+        """Create ``tenant/name``. ``quota_bytes`` 0: no limit but the node's capacity."""
+        spec = _spec(
+            name,
+            quota_bytes=quota_bytes,
+            durability=durability,
+            eviction=eviction,
+            min_generation=min_generation,
+            retention_ms=retention_ms,
+        )
+        return _namespace(self._call("CreateNamespace", pb.CreateNamespaceRequest(spec=spec)))
+
+    def update_namespace(
+        self,
+        name: str,
+        *,
+        quota_bytes: int | None = None,
+        durability: str | None = None,
+        eviction: str | None = None,
+        min_generation: int | None = None,
+        retention_ms: int | None = None,
+    ) -> NamespaceInfo:
+        """Change what is given; `min_generation` can only be raised."""
+        given = {
+            "quota_bytes": quota_bytes,
+            "durability": durability,
+            "eviction": eviction,
+            "min_generation": min_generation,
+            "retention_ms": retention_ms,
+        }
+        changes = {field: value for field, value in given.items() if value is not None}
+        if not changes:
+            raise InvalidArgument("nothing to change is given", field="fields")
+        request = pb.UpdateNamespaceRequest(spec=_spec(name, **changes), fields=list(changes))
+        return _namespace(self._call("UpdateNamespace", request))
+
+    def delete_namespace(self, name: str, *, force: bool = False) -> DeletedNamespace:
+        """Delete a namespace; with blocks in it only by ``force``."""
+        reply = self._call("DeleteNamespace", pb.DeleteNamespaceRequest(name=name, force=force))
+        return DeletedNamespace(reply.blocks, reply.bytes)
+
+    def list_namespaces(self) -> list[NamespaceInfo]:
+        """Every namespace."""
+        return [_namespace(info) for info in self._call("ListNamespaces", pb.ListNamespacesRequest()).namespaces]
+
+    # --- principals -------------------------------------------------------------------------------------------------
+
+    def create_principal(self, name: str, *, admin: bool = False) -> CreatedPrincipal:
+        """Create a principal, without grants."""
+        reply = self._call("CreatePrincipal", pb.CreatePrincipalRequest(name=name, admin=admin))
+        return CreatedPrincipal(_principal(reply.principal), reply.token)
+
+    def rotate_token(self, name: str) -> CreatedPrincipal:
+        """A new token in place of the old one."""
+        reply = self._call("RotateToken", pb.RotateTokenRequest(name=name))
+        return CreatedPrincipal(_principal(reply.principal), reply.token)
+
+    def delete_principal(self, name: str) -> None:
+        """Delete a principal; its sessions end."""
+        self._call("DeletePrincipal", pb.DeletePrincipalRequest(name=name))
+
+    def list_principals(self) -> list[PrincipalInfo]:
+        """Every principal."""
+        return [_principal(info) for info in self._call("ListPrincipals", pb.ListPrincipalsRequest()).principals]
+
+    def set_grant(
+        self, principal: str, namespace: str, rights: Iterable[str], *, scopes: Sequence[str] = ()
+    ) -> PrincipalInfo:
+        """Set a principal's rights on a namespace in place of the old ones; none revokes."""
+        grant = pb.Grant(namespace=namespace, rights=list(rights), scopes=scopes)
+        return _principal(self._call("SetGrant", pb.SetGrantRequest(principal=principal, grant=grant)))
+
+    # --- the node ---------------------------------------------------------------------------------------------------
+
+    def status(self) -> NodeStatus:
+        """How the node is."""
+        reply = self._call("NodeStatus", pb.NodeStatusRequest())
+        drives = tuple(DriveStatus(d.name, d.path, d.capacity_bytes, d.free_bytes, d.io) for d in reply.drives)
+        return NodeStatus(
+            node=reply.node,
+            version=reply.version,
+            incarnation=reply.incarnation,
+            uptime_ms=reply.uptime_ms,
+            blocks=reply.blocks,
+            used_bytes=reply.used_bytes,
+            capacity_bytes=reply.capacity_bytes,
+            sessions=reply.sessions,
+            leases=reply.leases,
+            pending_writes=reply.pending_writes,
+            drives=drives,
+            target_kind=reply.target_kind,
+            target_pid=reply.target_pid,
+            target_capabilities=tuple(reply.target_capabilities),
+            index_bytes=reply.index_bytes,
+            counters=dict(reply.counters),
+        )
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        self._rpc.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _spec(name: str, **fields: Any) -> pb.NamespaceSpec:
+    try:
+        return pb.NamespaceSpec(name=name, **fields)
+    except (ValueError, TypeError) as e:
+        raise InvalidArgument(f"namespace {name}: {e}", field="spec") from e
+
+
+def _namespace(info: pb.NamespaceInfo) -> NamespaceInfo:
+    spec = info.spec
+    return NamespaceInfo(
+        name=spec.name,
+        id=info.id,
+        quota_bytes=spec.quota_bytes,
+        durability=spec.durability,
+        eviction=spec.eviction,
+        min_generation=spec.min_generation,
+        retention_ms=spec.retention_ms,
+        used_bytes=info.used_bytes,
+        pending_bytes=info.pending_bytes,
+        pinned_bytes=info.pinned_bytes,
+        reserved_bytes=info.reserved_bytes,
+        blocks=info.blocks,
+        sessions=info.sessions,
+        created_unix_ms=info.created_unix_ms,
+    )
+
+
+def _principal(info: pb.PrincipalInfo) -> PrincipalInfo:
+    grants = tuple(GrantInfo(g.namespace, tuple(g.rights), tuple(g.scopes)) for g in info.grants)
+    return PrincipalInfo(info.name, info.admin, grants, info.created_unix_ms)

@@ -1,0 +1,76 @@
+"""What the node answers, decoded; what is malformed in an answer is the node's fault, never the caller's."""
+
+from __future__ import annotations
+
+from forebay.client.results import BlockStat, WatchEvent
+from forebay.errors import OK, InvalidArgument, ProtocolError
+from forebay.proto import forebay_pb2 as pb
+from forebay.proto.columns import rows16, unpack
+
+__all__ = ["column", "event", "stats"]
+
+_POLICIES = {0: "flush", 1: "verify", 2: "volatile"}
+
+
+def column(kind: str, data: bytes, field: str, count: int | None = None) -> list[int]:
+    """A column of an answer: what is malformed there is the node's fault."""
+    try:
+        return unpack(kind, data, field, count)
+    except InvalidArgument as e:
+        raise ProtocolError(f"the node's answer is malformed: {e.message}") from e
+
+
+def stats(reply: pb.StatReply, count: int) -> list[BlockStat | None]:
+    """The rows of Stat's answer. Raises `ProtocolError`."""
+    status = column("u16", reply.status, "status", count)
+    if all(status):
+        return [None] * count
+    columns = zip(
+        column("u64", reply.value_lengths, "value_lengths", count),
+        column("u64", reply.extent_lengths, "extent_lengths", count),
+        column("u16", reply.tiles, "tiles", count),
+        column("u64", reply.created_unix_ms, "created_unix_ms", count),
+        column("u16", reply.pins, "pins", count),
+        column("u16", reply.leases, "leases", count),
+        column("u32", reply.volumes, "volumes", count),
+        column("u64", reply.offsets, "offsets", count),
+        column("u8", reply.policies, "policies", count),
+        strict=True,
+    )
+    if len(reply.write_ids) != 16 * count:
+        raise ProtocolError("the node's answer lacks write ids")
+    write_ids = rows16(reply.write_ids, "write_ids")
+    return [
+        BlockStat(
+            length_bytes=row[0],
+            extent_bytes=row[1],
+            tiles=row[2],
+            created_unix_ms=row[3],
+            pins=row[4],
+            leases=row[5],
+            write_id=write_ids[i],
+            volume=row[6],
+            offset_bytes=row[7],
+            durability=_POLICIES.get(row[8], f"policy {row[8]}"),
+        )
+        if status[i] == OK
+        else None
+        for i, row in enumerate(columns)
+    ]
+
+
+def event(log: int, message: pb.Event) -> WatchEvent:
+    """One event of the log ``log``."""
+    return WatchEvent(
+        log,
+        message.sequence,
+        message.kind,
+        message.key,
+        message.group,
+        message.scope,
+        message.generation,
+        message.keyspace,
+        message.reason,
+        message.describe,
+        message.value_length,
+    )

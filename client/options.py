@@ -1,0 +1,48 @@
+"""Settings of a client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from forebay.client.transports.nvme_tcp import NvmeTcpOptions
+from forebay.errors import InvalidArgument
+
+__all__ = ["ClientOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """Settings that have a good default.
+
+    Attributes:
+        deadline_ms: of a data call that names none.
+        connect_ms: of opening a session, the first time and after it was lost.
+        lease_ttl_ms: how long extents to read are leased; 0 leaves it to the node.
+        write_ttl_ms: by when an allocated block must be committed; 0 leaves it to the node.
+        wait_pending_ms: how long `put` waits for a block that another writer is writing before it reports it as such.
+        batch_bytes: `get` and `put` work through longer batches in parts of about this size.
+        client: free text for the node's operator: engine, version, host.
+        nvme_tcp: settings of the initiator.
+    """
+
+    deadline_ms: int = 10_000
+    connect_ms: int = 5_000
+    lease_ttl_ms: int = 0
+    write_ttl_ms: int = 0
+    wait_pending_ms: int = 0
+    batch_bytes: int = 256 << 20
+    client: str = ""
+    nvme_tcp: NvmeTcpOptions = field(default_factory=NvmeTcpOptions)
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("deadline_ms", 1, 600_000),
+            ("connect_ms", 1, 600_000),
+            ("lease_ttl_ms", 0, 0xFFFFFFFF),
+            ("write_ttl_ms", 0, 0xFFFFFFFF),
+            ("wait_pending_ms", 0, 600_000),
+            ("batch_bytes", 1, 1 << 40),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise InvalidArgument(f"{name} is {value}", field=name, limit=f"{low} to {high}")

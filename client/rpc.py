@@ -1,0 +1,185 @@
+"""The control channel: gRPC with a token, and the one place where its errors become ours."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import grpc
+
+from forebay.clock import Clock
+from forebay.errors import (
+    Busy,
+    DeadlineExceeded,
+    ForebayError,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ProtocolError,
+    Unauthenticated,
+    Unavailable,
+    from_code,
+)
+from forebay.proto import forebay_pb2_grpc as services
+
+__all__ = ["DEFAULT_PORT", "ERROR_TRAILER", "NodeAddress", "Rpc", "find_token"]
+
+DEFAULT_PORT = 7470
+ERROR_TRAILER = "forebay-error-bin"
+"""Trailer that carries `ForebayError.to_dict` as JSON."""
+MAX_MESSAGE_BYTES = 64 << 20
+
+_BY_STATUS: dict[grpc.StatusCode, type[ForebayError]] = {
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.CANCELLED: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Busy,
+    grpc.StatusCode.UNIMPLEMENTED: ProtocolError,
+}
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A node that restarts is found again soon, and until then calls fail at once: they are misses.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Two clients in one process must not share a connection that one of them closes.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+_Q = TypeVar("_Q")
+_A = TypeVar("_A")
+
+
+class NodeAddress:
+    """A node's control address, parsed from ``forebay://host[:port]``."""
+
+    __slots__ = ("host", "port")
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url if "://" in url else f"forebay://{url}")
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        extra = parts.path.strip("/") or parts.query or parts.fragment or parts.username
+        if parts.scheme != "forebay" or not parts.hostname or extra or port == -1:
+            raise InvalidArgument(f"{url!r} is not forebay://host:port", field="url")
+        self.host: str = parts.hostname
+        self.port: int = DEFAULT_PORT if port is None else port
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def find_token(token: str | None) -> str:
+    """``token``, else FOREBAY_TOKEN, else the admin token of a node's data directory on this host.
+
+    Raises `Unauthenticated` when there is none.
+    """
+    if token is None:
+        token = os.environ.get("FOREBAY_TOKEN")
+    if token is None:
+        data = os.environ.get("FOREBAY_DATA") or "~/.local/share/forebay"
+        path = Path(data).expanduser() / "admin.token"
+        try:
+            token = path.read_text()
+        except OSError as e:
+            raise Unauthenticated(
+                f"no token was given, FOREBAY_TOKEN is not set, and {path} cannot be read: {e.strerror}", field="token"
+            ) from e
+    token = token.strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise Unauthenticated("the token is empty or not printable ASCII", field="token")
+    return token
+
+
+class Rpc:
+    """A channel to one node; thread-safe. Every call has a deadline on the clock's monotonic scale.
+
+    Raises what the node answered, or `Unavailable`, `DeadlineExceeded`, `ProtocolError`.
+    """
+
+    def __init__(self, address: NodeAddress, token: str, clock: Clock) -> None:
+        self.address = address
+        self._clock = clock
+        self._metadata = (("authorization", f"Bearer {token}"),)
+        self._channel = grpc.insecure_channel(str(address), options=_OPTIONS)
+        self.blocks = services.BlocksStub(self._channel)
+        self.admin = services.AdminStub(self._channel)
+
+    def left_ms(self, deadline_ms: int) -> int:
+        """Milliseconds to a deadline. Raises `DeadlineExceeded` when none are left."""
+        left_ms = deadline_ms - self._clock.monotonic_ms()
+        if left_ms <= 0:
+            raise DeadlineExceeded("the deadline passed before the call was sent")
+        return left_ms
+
+    def call(self, method: grpc.UnaryUnaryMultiCallable[_Q, _A], request: _Q, deadline_ms: int) -> _A:
+        """One request, one answer."""
+        try:
+            return method(request, timeout=self.left_ms(deadline_ms) / 1000, metadata=self._metadata)
+        except grpc.RpcError as e:
+            raise _translate(e) from e
+        except ValueError as e:  # what grpc raises on a closed channel
+            raise Unavailable(f"the channel to {self.address} is closed") from e
+
+    def stream(
+        self,
+        method: grpc.UnaryStreamMultiCallable[_Q, _A],
+        request: _Q,
+        deadline_ms: int | None,
+        started: Callable[[Callable[[], object]], None] = lambda cancel: None,
+    ) -> Iterator[_A]:
+        """One request, many answers; ``started`` is given what cancels it."""
+        timeout_s = None if deadline_ms is None else self.left_ms(deadline_ms) / 1000
+        try:
+            replies = method(request, timeout=timeout_s, metadata=self._metadata)
+            started(replies.cancel)
+            try:
+                yield from replies
+            finally:
+                replies.cancel()
+        except grpc.RpcError as e:
+            raise _translate(e) from e
+        except ValueError as e:
+            raise Unavailable(f"the channel to {self.address} is closed") from e
+
+    def close(self) -> None:
+        """Close the channel; calls under way end as `Unavailable`."""
+        self._channel.close()
+
+
+def _translate(error: grpc.RpcError) -> ForebayError:
+    if not isinstance(error, grpc.Call):
+        return Unavailable(f"the control channel failed: {error}")
+    for key, value in error.trailing_metadata() or ():
+        if key == ERROR_TRAILER:
+            known = _from_trailer(value)
+            if known is not None:
+                return known
+    kind = _BY_STATUS.get(error.code(), ForebayError)
+    return kind(error.details() or f"the node answered {error.code().name}")
+
+
+def _from_trailer(value: str | bytes) -> ForebayError | None:
+    try:
+        fields: dict[str, Any] = json.loads(value)
+        limit = fields.get("limit")
+        return from_code(
+            int(fields["code"]),
+            str(fields.get("message", "")),
+            field=str(fields.get("field", "")),
+            limit=limit if limit is None or isinstance(limit, int) else str(limit),
+            retry_after_ms=int(fields.get("retry_after_ms", 0)),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,422 @@
+"""A session with a node and its transports: opened or joined, kept alive, opened anew when it was lost."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import grpc
+
+from forebay.checksum import CRC32C
+from forebay.client.options import ClientOptions
+from forebay.client.rpc import Rpc
+from forebay.client.transports.base import Transport
+from forebay.client.transports.controller import SubsystemAddress
+from forebay.client.transports.nvme_tcp import NvmeTcpTransport
+from forebay.clock import Clock
+from forebay.errors import ForebayError, ProtocolError, SchemaInvalid, SessionExpired, StaleIncarnation, Unavailable
+from forebay.ids import HostIdentity
+from forebay.proto import forebay_pb2 as pb
+from forebay.proto.columns import pack, unpack
+from forebay.schema import Schema
+
+__all__ = ["Opening", "Route", "Session", "SessionView", "TransportFactory"]
+
+_log = logging.getLogger(__name__)
+
+_GATHER_S = 0.02
+"""Leases and failed writes wait this long for others to be given back with."""
+_RETRY_MS = (100, 2_000)
+"""First and longest wait between attempts to reach a node that does not answer."""
+_LOST = (SessionExpired, StaleIncarnation)
+
+_Q = TypeVar("_Q")
+_A = TypeVar("_A")
+TransportFactory = Callable[[SubsystemAddress, HostIdentity, Mapping[int, str], ClientOptions, Clock], Transport]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a session comes to be. With ``join`` (a session's token) it is joined, if that session still lives."""
+
+    namespace: str
+    schema: Schema
+    generation: int
+    scopes: tuple[str, ...] = ()
+    join: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How to reach a volume."""
+
+    transport: Transport
+    nsid: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """A session as it is now. A call takes one view and keeps to it: ids, host identity and transports belong together.
+
+    ``routes`` are by volume id; ``reply`` is what the node answered.
+    """
+
+    reply: pb.SessionReply
+    host: HostIdentity
+    routes: dict[int, Route]
+    scope_ids: tuple[int, ...]
+    joined: bool
+
+    def context(self, left_ms: int) -> pb.Context:
+        """What every data call carries."""
+        reply = self.reply
+        return pb.Context(
+            session=reply.session,
+            incarnation=reply.incarnation,
+            generation=reply.generation,
+            deadline_ms=min(left_ms, 600_000),
+            map_version=reply.map_version,
+        )
+
+
+def _nvme_tcp(
+    subsystem: SubsystemAddress, host: HostIdentity, nguids: Mapping[int, str], options: ClientOptions, clock: Clock
+) -> Transport:
+    return NvmeTcpTransport(subsystem, host, nguids=nguids, options=options.nvme_tcp, clock=clock)
+
+
+class Session:
+    """The session of one client. Thread-safe. One thread of its own sends heartbeats and gives leases back."""
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        opening: Opening,
+        options: ClientOptions,
+        clock: Clock,
+        *,
+        transport: TransportFactory = _nvme_tcp,
+    ) -> None:
+        self.rpc = rpc
+        self.opening = opening
+        self.reopened = 0
+        self._options = options
+        self._clock = clock
+        self._factory = transport
+        self._random = random.Random()
+        self._changing = threading.Lock()  # held while a session is opened or its routes change
+        self._wake = threading.Condition()
+        self._leases: list[tuple[SessionView, int]] = []
+        self._aborts: list[tuple[SessionView, bytes, bool]] = []
+        self._closed = False
+        self._token_given = False
+        self._transports: dict[tuple[SubsystemAddress, HostIdentity], tuple[Transport, dict[int, str]]] = {}
+        self._past_reconnects = 0
+        self._attempts = 0
+        self._not_before_ms = 0
+        self._view = self._open(clock.monotonic_ms() + options.connect_ms, first=True)
+        self._thread = threading.Thread(target=self._keep, name="forebay-session", daemon=True)
+        self._thread.start()
+
+    # --- what calls use ---------------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> SessionView:
+        """The session as it is now."""
+        return self._view
+
+    @property
+    def token(self) -> bytes:
+        """Lets other processes join; from now on this one cannot speak for all of them."""
+        self._token_given = True
+        return self._view.reply.token
+
+    @property
+    def reconnects(self) -> int:
+        """How often the data path was connected anew."""
+        with self._changing:
+            return self._past_reconnects + sum(t.state().reconnects for t, _ in self._transports.values())
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def pause(self, duration_ms: int) -> bool:
+        """Wait a while, or until the session is closed; whether it is."""
+        with self._wake:
+            return self._wake.wait_for(lambda: self._closed, duration_ms / 1000)
+
+    def call(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[_Q, _A],
+        build: Callable[[SessionView, pb.Context], _Q],
+        deadline_ms: int,
+        *,
+        view: SessionView | None = None,
+    ) -> tuple[SessionView, _A]:
+        """Make one call, and once more in a new session if the old one was lost; ``build`` makes the request.
+
+        With ``view`` the call belongs to that session and is not repeated. Raises what the node answered.
+        """
+        current = view or self._view
+        try:
+            request = build(current, current.context(self.rpc.left_ms(deadline_ms)))
+            return current, self.rpc.call(method, request, deadline_ms)
+        except _LOST:
+            if view is not None:
+                raise
+            current = self.reopen(current, deadline_ms)
+            request = build(current, current.context(self.rpc.left_ms(deadline_ms)))
+            return current, self.rpc.call(method, request, deadline_ms)
+
+    def route(self, view: SessionView, volume: int, deadline_ms: int) -> Route | None:
+        """How to reach a volume; asks the node once if the view does not know it."""
+        route = view.routes.get(volume)
+        if route is None and view is not self._view:
+            route = self._view.routes.get(volume) if self._view.reply.session == view.reply.session else None
+        if route is None and self._beat(view, deadline_ms):
+            route = self._view.routes.get(volume) if self._view.reply.session == view.reply.session else None
+        return route
+
+    def release(self, view: SessionView, lease: int) -> None:
+        """Give a lease back, soon and together with others."""
+        with self._wake:
+            self._leases.append((view, lease))
+            self._wake.notify_all()
+
+    def abort(self, view: SessionView, write_ids: Sequence[bytes], *, quiesced: bool) -> None:
+        """Give up writes, soon; ``quiesced`` says that every command of theirs has completed."""
+        with self._wake:
+            self._aborts += [(view, write_id, quiesced) for write_id in write_ids]
+            self._wake.notify_all()
+
+    def close(self, *, quiesced: bool) -> None:
+        """End the session if this process opened it, and every connection. Idempotent."""
+        with self._wake:
+            if self._closed:
+                return
+            self._closed = True
+            self._wake.notify_all()
+        self._thread.join()
+        deadline_ms = self._clock.monotonic_ms() + min(self._options.connect_ms, 2_000)
+        with self._changing:
+            view = self._view
+            for transport, _ in self._transports.values():
+                transport.close()
+            self._transports.clear()
+        self._give_back(deadline_ms)
+        if not view.joined:
+            alone = quiesced and not self._token_given
+            try:
+                request = pb.CloseSessionRequest(context=view.context(self.rpc.left_ms(deadline_ms)), quiesced=alone)
+                self.rpc.call(self.rpc.blocks.CloseSession, request, deadline_ms)
+            except ForebayError as e:
+                _log.debug("the session was not closed, it will expire: %s", e)
+        self.rpc.close()
+
+    # --- opening ----------------------------------------------------------------------------------------------------
+
+    def _open(self, deadline_ms: int, *, first: bool = False) -> SessionView:
+        opening = self.opening
+        reply: pb.SessionReply | None = None
+        if opening.join:
+            try:
+                join = pb.JoinSessionRequest(token=opening.join, deadline_ms=self.rpc.left_ms(deadline_ms))
+                reply = self.rpc.call(self.rpc.blocks.JoinSession, join, deadline_ms)
+            except _LOST:
+                if first:
+                    raise  # later, when the session it joined has ended, a process goes on in one of its own
+        joined = reply is not None
+        if reply is None:
+            request = pb.OpenSessionRequest(
+                namespace=opening.namespace,
+                schema=opening.schema.cbor,
+                generation=opening.generation,
+                scopes=opening.scopes,
+                client=self._options.client,
+                deadline_ms=self.rpc.left_ms(deadline_ms),
+            )
+            reply = self.rpc.call(self.rpc.blocks.OpenSession, request, deadline_ms)
+        if reply.keyspace != opening.schema.keyspace:
+            raise SchemaInvalid("the session has another schema than this process", field="schema")
+        if reply.checksum_kind not in (0, CRC32C):
+            raise ProtocolError(
+                f"the node uses checksums of kind {reply.checksum_kind}, which this client cannot check"
+            )
+        return self._view_of(reply, joined=joined)
+
+    def _view_of(self, reply: pb.SessionReply, *, joined: bool) -> SessionView:
+        host = HostIdentity(reply.host_nqn, reply.host_id)
+        try:
+            scope_ids = tuple(unpack("u32", reply.scope_ids, "scope_ids"))
+            routes = self._routes(host, reply.endpoints, reply.volumes)
+        except ForebayError as e:
+            raise ProtocolError(f"the node's answer makes no sense: {e}") from e
+        return SessionView(reply, host, routes, scope_ids, joined)
+
+    def _routes(
+        self, host: HostIdentity, endpoints: Sequence[pb.Endpoint], volumes: Sequence[pb.Volume]
+    ) -> dict[int, Route]:
+        """Routes of all volumes; transports that nothing leads to any more are closed."""
+        used: dict[tuple[SubsystemAddress, HostIdentity], tuple[Transport, dict[int, str]]] = {}
+        routes: dict[int, Route] = {}
+        for volume in volumes:
+            if volume.endpoint >= len(endpoints):
+                raise ProtocolError(f"volume {volume.volume} is at endpoint {volume.endpoint} of {len(endpoints)}")
+            endpoint = endpoints[volume.endpoint]
+            if endpoint.transport != "tcp":
+                continue  # of a newer node: blocks there are misses
+            address = self.rpc.address.host if endpoint.address in ("", "0.0.0.0", "::") else endpoint.address
+            subsystem = SubsystemAddress(address, endpoint.port, endpoint.subsystem_nqn)
+            known = used.get((subsystem, host)) or self._transports.get((subsystem, host))
+            if known is None:
+                nguids: dict[int, str] = {}
+                known = (self._factory(subsystem, host, nguids, self._options, self._clock), nguids)
+            used[subsystem, host] = known
+            if volume.nguid:
+                known[1][volume.nsid] = volume.nguid
+            routes[volume.volume] = Route(known[0], volume.nsid)
+        for key, (transport, _) in self._transports.items():
+            if key not in used:
+                self._past_reconnects += transport.state().reconnects
+                transport.close()
+        self._transports = used
+        return routes
+
+    def recover(self, lost: SessionView, deadline_ms: int) -> bool:
+        """`reopen` for those that can go on without; whether there is a session again."""
+        try:
+            self.reopen(lost, deadline_ms)
+        except ForebayError as e:
+            _log.info("the session is lost and could not be opened anew: %s", e)
+            return False
+        return True
+
+    def reopen(self, lost: SessionView, deadline_ms: int) -> SessionView:
+        """A new session in place of ``lost``, once for all threads that ask; waits longer after each failure.
+
+        Raises what opening raised.
+        """
+        left_ms = self.rpc.left_ms(deadline_ms)
+        if not self._changing.acquire(timeout=left_ms / 1000):
+            raise Unavailable("the session is being opened anew")
+        try:
+            if self._view.reply.session != lost.reply.session:
+                return self._view
+            if self._closed:
+                raise Unavailable("the client is closed")
+            wait_ms = self._not_before_ms - self._clock.monotonic_ms()
+            if self._attempts and wait_ms > 0:
+                raise Unavailable("opening a new session failed a moment ago", retry_after_ms=wait_ms)
+            try:
+                limit_ms = self._clock.monotonic_ms() + self._options.connect_ms
+                self._view = self._open(min(deadline_ms, limit_ms))
+            except ForebayError:
+                self._attempts += 1
+                self._not_before_ms = self._clock.monotonic_ms() + self._backoff_ms(self._attempts)
+                raise
+            self._attempts = 0
+            self.reopened += 1
+            _log.info("opened session %s anew", self._view.reply.session.hex())
+            return self._view
+        finally:
+            self._changing.release()
+
+    def _backoff_ms(self, attempts: int) -> int:
+        first_ms, longest_ms = _RETRY_MS
+        return int(min(longest_ms, first_ms << min(attempts - 1, 16)) * self._random.uniform(0.5, 1.0))
+
+    # --- the session's own thread -----------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        failures = 0
+        next_ms = 0  # the first beat connects the data path
+        while True:
+            with self._wake:
+                if not (self._closed or self._leases or self._aborts):
+                    self._wake.wait(max(0, next_ms - self._clock.monotonic_ms()) / 1000)
+                if (self._leases or self._aborts) and not self._closed:
+                    self._wake.wait(_GATHER_S)
+                if self._closed:
+                    return
+            self._give_back(self._clock.monotonic_ms() + self._options.connect_ms)
+            if self._clock.monotonic_ms() < next_ms:
+                continue
+            interval_ms = max(100, (self._view.reply.heartbeat_ms or 3_000) * 3 // 4)
+            deadline_ms = self._clock.monotonic_ms() + max(500, interval_ms)
+            failures = 0 if self._beat(self._view, deadline_ms) else failures + 1
+            wait_ms = min(interval_ms, self._backoff_ms(failures)) if failures else interval_ms
+            next_ms = self._clock.monotonic_ms() + wait_ms
+            self._connect_transports(deadline_ms)
+
+    def _beat(self, view: SessionView, deadline_ms: int) -> bool:
+        """One heartbeat: takes over where volumes are now. Opens a new session if this one is gone."""
+        try:
+            _, reply = self.call(
+                self.rpc.blocks.Heartbeat,
+                lambda _, context: pb.HeartbeatRequest(context=context),
+                deadline_ms,
+                view=view,
+            )
+            with self._changing:
+                now = self._view
+                current = now.reply.session == view.reply.session and not self._closed
+                moved = (reply.volumes, reply.endpoints) != (now.reply.volumes, now.reply.endpoints)
+                if current and moved and reply.volumes:
+                    merged = pb.SessionReply()
+                    merged.CopyFrom(now.reply)
+                    del merged.volumes[:], merged.endpoints[:]
+                    merged.volumes.extend(reply.volumes)
+                    merged.endpoints.extend(reply.endpoints)
+                    routes = self._routes(now.host, reply.endpoints, reply.volumes)
+                    self._view = replace(now, reply=merged, routes=routes)
+        except _LOST:
+            return self.recover(view, deadline_ms)
+        except ForebayError as e:
+            _log.info("heartbeat failed: %s", e)
+            return False
+        return True
+
+    def _connect_transports(self, deadline_ms: int) -> None:
+        with self._changing:
+            transports = [transport for transport, _ in self._transports.values()]
+        for transport in transports:
+            try:
+                transport.connect(deadline_ms)
+            except ForebayError as e:
+                _log.debug("the data path is down: %s", e)
+
+    def _give_back(self, deadline_ms: int) -> None:
+        """Release leases and abort writes that were handed in: one call a session and kind."""
+        with self._wake:
+            leases, self._leases = self._leases, []
+            aborts, self._aborts = self._aborts, []
+        held: dict[int, tuple[SessionView, list[int]]] = {}
+        for view, lease in leases:
+            held.setdefault(id(view), (view, []))[1].append(lease)
+        for view, ids in held.values():
+            try:
+                context = view.context(self.rpc.left_ms(deadline_ms))
+                self.rpc.call(
+                    self.rpc.blocks.Release, pb.ReleaseRequest(context=context, leases=pack("u64", ids)), deadline_ms
+                )
+            except ForebayError as e:
+                _log.debug("%d leases were not released, they will expire: %s", len(ids), e)
+        lost: dict[tuple[int, bool], tuple[SessionView, list[bytes]]] = {}
+        for view, write_id, quiesced in aborts:
+            lost.setdefault((id(view), quiesced), (view, []))[1].append(write_id)
+        for (_, quiesced), (view, write_ids) in lost.items():
+            try:
+                request = pb.AbortRequest(
+                    context=view.context(self.rpc.left_ms(deadline_ms)),
+                    write_ids=b"".join(write_ids),
+                    quiesced=quiesced,
+                    host_nqn=view.host.nqn,
+                )
+                self.rpc.call(self.rpc.blocks.Abort, request, deadline_ms)
+            except ForebayError as e:
+                _log.info("%d writes were not aborted, they will expire: %s", len(write_ids), e)

@@ -1,0 +1,1 @@
+"""Ways to the bytes of a volume, behind one interface (`base.Transport`)."""

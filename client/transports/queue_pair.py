@@ -1,0 +1,289 @@
+"""One NVMe/TCP queue: a socket, its codec and the commands in flight, driven by whichever thread holds it.
+
+Only the holder's own calls receive into a command's memory, and there is no other thread, so a command whose connection
+was closed can never be written to again (docs/design.md §6.5).
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from forebay.client.transports.base import Segment
+from forebay.client.transports.requests import CHUNK_BYTES, Request
+from forebay.client.transports.status import error_of
+from forebay.clock import Clock
+from forebay.errors import ConnectionLost, DeadlineExceeded, ForebayError, ProtocolError
+from forebay.ids import LBA_BYTES
+from forebay.nvmetcp import command as nvme
+from forebay.nvmetcp import spec
+from forebay.nvmetcp.command import Command, Completion
+from forebay.nvmetcp.connection import Buffer, Connection
+from forebay.nvmetcp.events import (
+    DataEnd,
+    DataStart,
+    Event,
+    ICRespReceived,
+    R2TReceived,
+    ResponseReceived,
+    TermReceived,
+)
+from forebay.nvmetcp.pdu import PduError
+from forebay.nvmetcp.states import Role, State
+
+__all__ = ["QueuePair"]
+
+_IOV = 64
+"""Pieces of one sendmsg; far below IOV_MAX."""
+_MAX_POLL_MS = 1_000
+_HEAD_BYTES = spec.MIN_HEADER_BYTES
+
+
+class QueuePair:
+    """A connected queue. Not thread-safe: it is held by one thread at a time.
+
+    Every method that touches the socket raises `ConnectionLost` or `ProtocolError` when the connection is no good any
+    more; the holder then calls `close`.
+    """
+
+    def __init__(self, sock: socket.socket, clock: Clock) -> None:
+        self._sock = sock
+        self._clock = clock
+        self._codec = Connection(Role.HOST)
+        self._out: deque[Buffer] = deque()
+        self._head = memoryview(bytearray(spec.IC_RESP.size))
+        self._open: dict[int, Request] = {}
+        self._admin: dict[int, Completion | None] = {}
+        self._payload: Request | None = None
+        self._free = list(range(1))
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self.fd = sock.fileno()
+        self.queue_id = 0
+        self.in_capsule_bytes = 0
+        self.bytes_in_flight = 0
+        self.closed = False
+
+    @classmethod
+    def dial(cls, address: str, port: int, deadline_ms: int, clock: Clock) -> QueuePair:
+        """Connect and initialise the transport connection (ICReq, TCP §3.1). Raises `ConnectionLost` and its kin."""
+        left_ms = deadline_ms - clock.monotonic_ms()
+        if left_ms <= 0:
+            raise DeadlineExceeded("no time left to connect to the target")
+        try:
+            sock = socket.create_connection((address, port), timeout=left_ms / 1000)
+        except TimeoutError:
+            raise DeadlineExceeded(f"connecting to {address}:{port} took too long") from None
+        except OSError as e:
+            raise ConnectionLost(f"connecting to {address}:{port}: {e}") from e
+        pair = cls(sock, clock)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setblocking(False)
+            pair._out += pair._codec.send_ic_req()
+            pair._drive(deadline_ms, lambda: pair._codec.state is State.READY)
+        except BaseException:
+            pair.close()
+            raise
+        return pair
+
+    def set_depth(self, commands: int) -> None:
+        """How many commands may be in flight: one less than the queue has entries. Base §3.3.1.5."""
+        self._free = list(range(commands))
+
+    # --- one command at a time: the admin queue and Connect ---------------------------------------------------------
+
+    def execute(
+        self, command: Command, deadline_ms: int, *, data: bytes | None = None, read_bytes: int = 0
+    ) -> tuple[Completion, bytearray]:
+        """Run one command to its end; ``command.cid`` is replaced. Returns the completion and the data it read.
+
+        Raises what `error_of` makes of a bad status, too; the connection is good after that.
+        """
+        cid = self._free.pop()
+        into = bytearray(read_bytes)
+        segments = [Segment(memoryview(into), read_bytes)] if read_bytes else []
+        request = Request(0, 0, read_bytes, segments, write=False)
+        self._open[cid] = request
+        self.bytes_in_flight += read_bytes
+        self._admin[cid] = None
+        self._out += self._codec.send_command(command._replace(cid=cid), data=data, read_bytes=read_bytes)
+        self._drive(deadline_ms, lambda: cid not in self._open)
+        completion = self._admin.pop(cid)
+        if request.error is not None:
+            raise request.error
+        return completion or Completion(0, 0, 0, cid, 0, False), into
+
+    def _drive(self, deadline_ms: int, done: Callable[[], bool]) -> None:
+        while not done():
+            left_ms = deadline_ms - self._clock.monotonic_ms()
+            if left_ms <= 0:
+                raise DeadlineExceeded("the target did not answer in time")
+            self._poll.modify(self._sock, select.POLLIN | (select.POLLOUT if self._out else 0))
+            for _, ready in self._poll.poll(min(left_ms, _MAX_POLL_MS)):
+                if ready & select.POLLOUT:
+                    self.flush()
+                if ready & ~select.POLLOUT:
+                    self.receive(CHUNK_BYTES)
+
+    # --- many commands: I/O queues ----------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Commands sent and not completed."""
+        return len(self._open)
+
+    @property
+    def room(self) -> int:
+        """Commands that can be submitted now."""
+        return len(self._free)
+
+    @property
+    def wants_to_send(self) -> bool:
+        return bool(self._out)
+
+    def submit(self, request: Request) -> None:
+        """Queue a command; `flush` sends it."""
+        cid = self._free.pop()
+        slba, blocks = request.offset_bytes // LBA_BYTES, request.length_bytes // LBA_BYTES
+        self._open[cid] = request
+        request.quiesced = False
+        self.bytes_in_flight += request.length_bytes
+        if not request.write:
+            command = nvme.read(cid, request.nsid, slba, blocks)
+            self._out += self._codec.send_command(command, read_bytes=request.length_bytes)
+            return
+        request.seal()
+        command = nvme.write(cid, request.nsid, slba, blocks)
+        if request.length_bytes <= self.in_capsule_bytes:
+            data = b"".join(request.pieces(0, request.length_bytes))
+            self._out += self._codec.send_command(command, data=data)
+        else:
+            self._out += self._codec.send_command(command, write_bytes=request.length_bytes)
+
+    def flush(self) -> None:
+        """Send what is queued, as far as the socket takes it."""
+        out = self._out
+        while out:
+            try:
+                sent = self._sock.sendmsg(list(islice(out, _IOV)))
+            except BlockingIOError:
+                return
+            except OSError as e:
+                raise ConnectionLost(f"sending to the target: {e}") from e
+            while sent:
+                piece = out[0]
+                if sent < len(piece):
+                    out[0] = memoryview(piece)[sent:]
+                    break
+                sent -= len(piece)
+                out.popleft()
+
+    def receive(self, budget_bytes: int) -> bool:
+        """Take what has arrived, about ``budget_bytes`` at most. Returns whether more may be there."""
+        codec, sock, head = self._codec, self._sock, self._head
+        while budget_bytes > 0:
+            due = codec.payload_remaining
+            try:
+                if due:
+                    request = self._payload
+                    assert request is not None, "payload of no request"
+                    due = min(due, CHUNK_BYTES)
+                    window = request.window(due)
+                    if due == codec.payload_remaining:  # take the next header along
+                        window.append(head[:_HEAD_BYTES])
+                        asked = due + _HEAD_BYTES
+                        count = sock.recvmsg_into(window)[0]
+                    else:
+                        asked = due
+                        count = sock.recv_into(window[0]) if len(window) == 1 else sock.recvmsg_into(window)[0]
+                else:
+                    asked = codec.bytes_wanted
+                    count = sock.recv_into(head, asked)
+            except BlockingIOError:
+                return False
+            except OSError as e:
+                raise ConnectionLost(f"receiving from the target: {e}") from e
+            if not count:
+                codec.receive_eof()
+                raise ConnectionLost("the target closed the connection")
+            budget_bytes -= count
+            try:
+                if due:
+                    payload = min(count, due)
+                    assert self._payload is not None
+                    self._payload.advance(payload)
+                    self._take(codec.payload_received(payload))
+                    if count > payload:
+                        self._take(codec.receive_data(head[: count - payload]))
+                else:
+                    self._take(codec.receive_data(head[:count]))
+            except PduError as e:
+                self._terminate(e)
+                raise
+            if count < asked:
+                return False
+        return True
+
+    def _take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, DataStart):
+                self._payload = self._open[event.cid]
+            elif isinstance(event, DataEnd):
+                self._payload = None
+                if event.success:
+                    self._complete(event.cid, None)
+            elif isinstance(event, ResponseReceived):
+                completion = event.completion
+                if completion.cid in self._admin:
+                    self._admin[completion.cid] = completion
+                self._complete(completion.cid, error_of(completion.status) if completion.status else None)
+            elif isinstance(event, R2TReceived):
+                request = self._open[event.cid]
+                self._out += self._codec.send_h2c_data(event, request.pieces(event.offset_bytes, event.length_bytes))
+            elif isinstance(event, TermReceived):
+                raise ProtocolError(f"the target ended the connection: fatal error {event.fatal_error}")
+            else:
+                assert isinstance(event, ICRespReceived), f"event of the other role: {event}"
+
+    def _complete(self, cid: int, error: ForebayError | None) -> None:
+        request = self._open.pop(cid)
+        request.error = error
+        request.quiesced = True
+        self.bytes_in_flight -= request.length_bytes
+        self._free.append(cid)
+
+    def _terminate(self, error: PduError) -> None:
+        """Tell the target why, as far as that is possible, before the connection is closed. TCP §3.5."""
+        if not self._out:
+            try:
+                self._sock.send(error.termination)
+            except OSError:
+                return
+
+    # --- between holders --------------------------------------------------------------------------------------------
+
+    def usable(self) -> bool:
+        """Whether an idle queue is still connected: nothing may have arrived on it."""
+        return not self.closed and not self._open and not self._out and not self._poll_idle()
+
+    def _poll_idle(self) -> bool:
+        self._poll.modify(self._sock, select.POLLIN)
+        return bool(self._poll.poll(0))
+
+    def fail(self, error: ForebayError) -> None:
+        """Close the connection and give every command in flight this end."""
+        self.close()
+        for request in self._open.values():
+            request.error = error
+        self._open.clear()
+
+    def close(self) -> None:
+        """Close the socket; nothing arrives after this."""
+        if not self.closed:
+            self.closed = True
+            self._out.clear()
+            self._sock.close()

@@ -1,0 +1,199 @@
+"""I/O commands planned from operations: neighbours merged, long ones split, with the bookkeeping of their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forebay.checksum import crc32c
+from forebay.client.transports.base import Outcome, ReadOp, Segment, WriteOp
+from forebay.errors import ForebayError
+
+__all__ = ["CHUNK_BYTES", "Request", "outcomes", "plan"]
+
+CHUNK_BYTES = 256 << 10
+"""Bytes received at a time, so that the checksum of a chunk finds it in the core's cache."""
+_NOWHERE = memoryview(bytearray(CHUNK_BYTES))
+_ZEROS = memoryview(bytes(64 << 10))
+
+
+class Request:
+    """One Read or Write command: a range of one volume and the memory segments behind it.
+
+    ``parts`` says which operations it carries: (operation, first of its segments here, how many), with a count of 0 for
+    a piece of an operation that several commands share. ``quiesced`` is False from the first byte sent until the
+    completion.
+    """
+
+    __slots__ = (
+        "_at",
+        "_crc",
+        "_segment",
+        "checksums",
+        "error",
+        "length_bytes",
+        "nsid",
+        "offset_bytes",
+        "parts",
+        "quiesced",
+        "segments",
+        "write",
+    )
+
+    def __init__(
+        self, nsid: int, offset_bytes: int, length_bytes: int, segments: Sequence[Segment], *, write: bool
+    ) -> None:
+        self.nsid = nsid
+        self.offset_bytes = offset_bytes
+        self.length_bytes = length_bytes
+        self.segments = segments
+        self.write = write
+        self.parts: list[tuple[int, int, int]] = []
+        self.checksums: list[int | None] = []
+        self.error: ForebayError | None = None
+        self.quiesced = True
+        self._segment = 0
+        self._at = 0
+        self._crc = segments[0].seed if segments else None
+
+    def window(self, limit_bytes: int) -> list[memoryview]:
+        """Where the next ``limit_bytes`` of a read belong, in order; `advance` moves on."""
+        index, at = self._segment, self._at
+        out: list[memoryview] = []
+        while limit_bytes:
+            view, length_bytes, _ = self.segments[index]
+            take = min(length_bytes - at, limit_bytes)
+            if view is not None:
+                out.append(view[at : at + take])
+            else:
+                take = min(take, CHUNK_BYTES)
+                out.append(_NOWHERE[:take])
+            limit_bytes -= take
+            at += take
+            if at == length_bytes:
+                index, at = index + 1, 0
+        return out
+
+    def advance(self, count: int) -> None:
+        """``count`` bytes have arrived where `window` said: take them into their checksums."""
+        while count:
+            view, length_bytes, _ = self.segments[self._segment]
+            at = self._at
+            take = min(length_bytes - at, count)
+            if self._crc is not None and view is not None:
+                self._crc = crc32c(view[at : at + take], self._crc)
+            count -= take
+            self._at = at + take
+            if self._at == length_bytes:
+                self.checksums.append(self._crc)
+                self._segment += 1
+                self._at = 0
+                if self._segment < len(self.segments):
+                    self._crc = self.segments[self._segment].seed
+
+    def seal(self) -> None:
+        """Compute the checksums of a write, right before its bytes are sent."""
+        self.checksums = [
+            crc32c(view, seed) if seed is not None and view is not None else None for view, _, seed in self.segments
+        ]
+
+    def pieces(self, offset_bytes: int, length_bytes: int) -> list[memoryview]:
+        """The memory of a range of a write; zeros stand in for segments without a view."""
+        out: list[memoryview] = []
+        for view, size, _ in self.segments:
+            if offset_bytes >= size:
+                offset_bytes -= size
+                continue
+            take = min(size - offset_bytes, length_bytes)
+            length_bytes -= take
+            if view is not None:
+                out.append(view[offset_bytes : offset_bytes + take])
+            else:
+                out += [_ZEROS[: min(len(_ZEROS), take - at)] for at in range(0, take, len(_ZEROS))]
+            offset_bytes = 0
+            if not length_bytes:
+                break
+        return out
+
+
+def plan(ops: Sequence[ReadOp | WriteOp], which: Sequence[int], sizes: Sequence[int], max_bytes: int) -> list[Request]:
+    """Commands for ``ops[i] for i in which``, each of at most ``max_bytes``; ``sizes`` are the operations' bytes.
+
+    Operations that follow one another in the list and in the volume become one command.
+    """
+    requests: list[Request] = []
+    end = -1  # of the last request, if more can be added to it
+    for i in which:
+        op, size = ops[i], sizes[i]
+        write = isinstance(op, WriteOp)
+        if size > max_bytes:
+            requests += _split(op, i, size, max_bytes, write=write)
+            end = -1
+            continue
+        if requests and op.offset_bytes == end:
+            last = requests[-1]
+            if last.nsid == op.nsid and last.length_bytes + size <= max_bytes:
+                last.parts.append((i, len(last.segments), len(op.segments)))
+                last.segments = [*last.segments, *op.segments]
+                last.length_bytes += size
+                end += size
+                continue
+        request = Request(op.nsid, op.offset_bytes, size, op.segments, write=write)
+        request.parts.append((i, 0, len(op.segments)))
+        requests.append(request)
+        end = op.offset_bytes + size
+    return requests
+
+
+def _split(op: ReadOp | WriteOp, index: int, size: int, max_bytes: int, *, write: bool) -> list[Request]:
+    whole = Request(op.nsid, op.offset_bytes, size, op.segments, write=write)
+    requests = []
+    for at in range(0, size, max_bytes):
+        length_bytes = min(max_bytes, size - at)
+        if write:
+            segments = [Segment(piece, len(piece)) for piece in whole.pieces(at, length_bytes)]
+        else:
+            segments = _clip(op.segments, at, length_bytes)
+        request = Request(op.nsid, op.offset_bytes + at, length_bytes, segments, write=write)
+        request.parts.append((index, 0, 0))
+        requests.append(request)
+    return requests
+
+
+def _clip(segments: Sequence[Segment], offset_bytes: int, length_bytes: int) -> list[Segment]:
+    """The part of ``segments`` in a range, without seeds: pieces may finish in any order."""
+    out: list[Segment] = []
+    for view, size, _ in segments:
+        if offset_bytes >= size:
+            offset_bytes -= size
+            continue
+        take = min(size - offset_bytes, length_bytes)
+        out.append(Segment(None if view is None else view[offset_bytes : offset_bytes + take], take))
+        length_bytes -= take
+        offset_bytes = 0
+        if not length_bytes:
+            break
+    return out
+
+
+def outcomes(ops: Sequence[ReadOp | WriteOp], requests: Sequence[Request], results: dict[int, Outcome]) -> None:
+    """Put together what became of each operation that ``requests`` carry, into ``results``."""
+    pieces: dict[int, list[Request]] = {}
+    for request in requests:
+        for index, first, count in request.parts:
+            if not count:
+                pieces.setdefault(index, []).append(request)
+            elif request.error is not None:
+                results[index] = Outcome(request.error, (None,) * count, request.quiesced)
+            else:
+                results[index] = Outcome(None, tuple(request.checksums[first : first + count]))
+    for index, group in pieces.items():
+        segments = ops[index].segments
+        error = next((r.error for r in group if r.error is not None), None)
+        if error is not None:
+            results[index] = Outcome(error, (None,) * len(segments), all(r.quiesced for r in group))
+            continue
+        # A segment lies in several commands here, so its checksum had to wait for the last of them.
+        sums = tuple(
+            crc32c(view, seed) if seed is not None and view is not None else None for view, _, seed in segments
+        )
+        results[index] = Outcome(None, sums)
