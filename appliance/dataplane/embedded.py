@@ -7,7 +7,7 @@ same code whether the target knows all of it, part of it or (after its restart) 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from forebay.appliance.dataplane.interface import (
     Barrier,
     Capabilities,
     EndpointInfo,
+    IoStats,
     Target,
     TargetInfo,
     VolumeSpec,
@@ -28,6 +29,7 @@ from forebay.errors import (
     ForebayError,
     NotFound,
     ProtocolError,
+    TargetFailed,
     TargetRefused,
     Unavailable,
     VolumeMismatch,
@@ -41,7 +43,7 @@ _T = TypeVar("_T")
 NQN_PREFIX = "nqn.2026-11.io.forebay"
 MODEL = "Forebay"
 TRANSPORT = "TCP"
-MAX_NAMESPACES = 1024
+MAX_NAMESPACES = 16_384
 """Namespaces of one tenant's subsystem; fixed when it is created."""
 BATCH = 4096
 """Grants, ids or ranges in one request at most, so that no message grows without bound."""
@@ -130,7 +132,7 @@ class EmbeddedTarget(Target):
     async def remove_volume(self, spec: VolumeSpec) -> None:
         nqn = self.subsystem_nqn(spec.tenant)
         async with self._shape:
-            subsystem = (await self._subsystems()).get(nqn)
+            subsystem = await self._subsystem(nqn)
             if subsystem is not None and _namespace(subsystem, spec.nsid) is not None:
                 await self._rpc.call("nvmf_subsystem_remove_ns", {"nqn": nqn, "nsid": spec.nsid})
             with suppress(NotFound):
@@ -140,7 +142,7 @@ class EmbeddedTarget(Target):
 
     async def endpoint(self, tenant: str) -> EndpointInfo:
         nqn = self.subsystem_nqn(tenant)
-        subsystem = (await self._subsystems()).get(nqn)
+        subsystem = await self._subsystem(nqn)
         listener = _listener(subsystem, self._address) if subsystem is not None else None
         if listener is None:
             raise NotFound(f"the target has no subsystem for tenant {tenant}", field="tenant")
@@ -165,7 +167,7 @@ class EmbeddedTarget(Target):
     async def remove_host(self, tenant: str, host: HostIdentity, volumes: Sequence[VolumeSpec]) -> None:
         nqn = self.subsystem_nqn(tenant)
         async with self._shape:
-            subsystem = (await self._subsystems()).get(nqn)
+            subsystem = await self._subsystem(nqn)
             if subsystem is not None:
                 # First the right to come back, then the connections: in the other order it could return in between.
                 if host.nqn in _hosts(subsystem):
@@ -238,29 +240,48 @@ class EmbeddedTarget(Target):
             found += sums
         return found
 
+    async def io_stats(self) -> IoStats:
+        found = await self._rpc.call("bdev_get_iostat")
+        try:
+            ticks_per_us = found["tick_rate"] / 1e6
+            bdevs = found["bdevs"]
+            return IoStats(
+                sum(one["bytes_read"] for one in bdevs),
+                int(sum(one["read_latency_ticks"] for one in bdevs) / ticks_per_us),
+                sum(one["bytes_written"] for one in bdevs),
+                int(sum(one["write_latency_ticks"] for one in bdevs) / ticks_per_us),
+            )
+        except (KeyError, TypeError, ZeroDivisionError) as error:
+            raise ProtocolError(f"bdev_get_iostat: {error!r} in the answer") from error
+
     async def close(self) -> None:
         await self._rpc.close()
 
-    async def _subsystems(self) -> dict[str, dict[str, Any]]:
-        """Every NVM subsystem by its NQN, as `nvmf_get_subsystems` shows it."""
-        found = await self._rpc.call("nvmf_get_subsystems")
-        return {one["nqn"]: one for one in found if "namespaces" in one}
+    async def _subsystem(self, nqn: str) -> dict[str, Any] | None:
+        """One subsystem as `nvmf_get_subsystems` shows it, or None."""
+        try:
+            found = await self._rpc.call("nvmf_get_subsystems", {"nqn": nqn})
+        except NotFound:
+            return None
+        return dict(found[0])
 
     async def _add_bdev(self, spec: VolumeSpec) -> None:
-        known = [bdev for bdev in await self._rpc.call("bdev_get_bdevs") if bdev["name"] == spec.bdev]
-        if not known:
+        try:
+            known = (await self._rpc.call("bdev_get_bdevs", {"name": spec.bdev}))[0]["driver_specific"]["aio"]
+        except NotFound:
             values = {"name": spec.bdev, "filename": spec.path, "block_size": LBA_BYTES, "uuid": _uuid(spec)}
             await self._rpc.call("bdev_aio_create", values)
-        elif (file := known[0]["driver_specific"]["aio"]["filename"]) != spec.path:
-            raise VolumeMismatch(f"the target serves {file} as {spec.bdev}, not {spec.path}", field="path")
+            known = {"filename": spec.path, "mode": "fenced"}
+        if known["filename"] != spec.path:
+            raise VolumeMismatch(f"the target serves {known['filename']} as {spec.bdev}, not {spec.path}", field="path")
         mode = "fenced" if spec.fenced else "raw"
-        await self._rpc.call("forebay_bdev_set_mode", {"name": spec.bdev, "mode": mode})
+        if known["mode"] != mode:
+            await self._rpc.call("forebay_bdev_set_mode", {"name": spec.bdev, "mode": mode})
 
     async def _ensure_subsystem(self, tenant: str) -> dict[str, Any]:
         nqn = self.subsystem_nqn(tenant)
-        subsystems = await self._subsystems()
-        self._learn_port(subsystems.values())
-        if nqn not in subsystems:
+        found = await self._subsystem(nqn)
+        if found is None:
             await self._ensure_transport()
             values = {
                 "nqn": nqn,
@@ -269,11 +290,15 @@ class EmbeddedTarget(Target):
                 "max_namespaces": MAX_NAMESPACES,
             }
             await self._rpc.call("nvmf_create_subsystem", values)
-        if nqn not in subsystems or _listener(subsystems[nqn], self._address) is None:
+        listener = None if found is None else _listener(found, self._address)
+        if listener is None:
             await self._listen(nqn)
-            subsystems = await self._subsystems()
-            self._learn_port([subsystems[nqn]])
-        return subsystems[nqn]
+            found = await self._subsystem(nqn)
+            listener = None if found is None else _listener(found, self._address)
+        if found is None or listener is None:
+            raise TargetFailed(f"{nqn} went away while it was made", field="tenant")
+        self._port = int(listener["trsvcid"])
+        return found
 
     async def _ensure_transport(self) -> None:
         known = await self._rpc.call("nvmf_get_transports")
@@ -289,26 +314,30 @@ class EmbeddedTarget(Target):
         await self._rpc.call("nvmf_create_transport", values)
 
     async def _listen(self, nqn: str) -> None:
+        if not self._port:
+            # A target that ran before us has the port already, under another tenant.
+            for other in await self._rpc.call("nvmf_get_subsystems"):
+                listener = _listener(other, self._address)
+                if listener is not None:
+                    self._port = int(listener["trsvcid"])
         try:
             await self._add_listener(nqn, self._port)
-        except TargetRefused:
+        except TargetRefused as error:
             if self._fixed_port or not self._port:
-                raise
-            await self._add_listener(nqn, 0)  # the port we had is taken: hosts ask the daemon for the new one
+                raise TargetRefused(
+                    f"the target cannot listen on {self._address} port {self._port}: another process has the port, or "
+                    "this machine has not the address",
+                    field="target.listen",
+                ) from error
+            await self._add_listener(nqn, 0)  # ours was taken meanwhile: hosts learn the new one from the daemon
 
     async def _add_listener(self, nqn: str, port: int) -> None:
         family = "IPv6" if ":" in self._address else "IPv4"
         address = {"trtype": TRANSPORT, "adrfam": family, "traddr": self._address, "trsvcid": str(port)}
         await self._rpc.call("nvmf_subsystem_add_listener", {"nqn": nqn, "listen_address": address})
 
-    def _learn_port(self, subsystems: Iterable[dict[str, Any]]) -> None:
-        for subsystem in subsystems:
-            listener = _listener(subsystem, self._address)
-            if listener is not None:
-                self._port = int(listener["trsvcid"])
-
     async def _drop_if_empty(self, nqn: str) -> None:
-        subsystem = (await self._subsystems()).get(nqn)
+        subsystem = await self._subsystem(nqn)
         if subsystem is not None and not subsystem["namespaces"] and not subsystem["hosts"]:
             await self._rpc.call("nvmf_delete_subsystem", {"nqn": nqn})
 
@@ -331,7 +360,7 @@ def _hosts(thing: dict[str, Any]) -> set[str]:
 
 
 def _listener(subsystem: dict[str, Any], address: str) -> dict[str, Any] | None:
-    for one in subsystem["listen_addresses"]:
+    for one in subsystem.get("listen_addresses", ()):
         if one["trtype"] == TRANSPORT and one["traddr"] == address:
             return dict(one)
     return None

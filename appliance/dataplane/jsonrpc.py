@@ -31,6 +31,8 @@ __all__ = ["JsonRpcClient", "JsonStream", "translate"]
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_UNSENT_BYTES = 64 << 20
 """A target that reads nothing must not make the daemon hold requests without end."""
+MAX_OUTSTANDING = 48
+"""Requests on the connection at a time; more wait for their turn. The embedded target takes 64 slow ones."""
 READ_BYTES = 256 << 10
 
 METHOD_NOT_FOUND = -32601
@@ -121,6 +123,7 @@ class JsonRpcClient:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
+        self._turns = asyncio.Semaphore(MAX_OUTSTANDING)
 
     async def call(
         self, method: str, params: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
@@ -133,7 +136,7 @@ class JsonRpcClient:
         data = json.dumps(request, separators=(",", ":")).encode() + b"\n"
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s), self._turns:
                 writer = await self._connected()
                 if writer.transport.get_write_buffer_size() + len(data) > MAX_UNSENT_BYTES:
                     raise Unavailable(f"{method}: the target does not read its requests", field=str(self.path))

@@ -21,7 +21,7 @@ from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.process import Process, ProcessName
 from forebay.errors import ConfigInvalid, ForebayError, Unavailable
 
-__all__ = ["MAX_SOCKET_PATH_BYTES", "Supervisor", "SupervisorTimes", "socket_path"]
+__all__ = ["MAX_SOCKET_PATH_BYTES", "TARGET_COMMAND", "Supervisor", "SupervisorTimes", "socket_path"]
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ HUNG_AFTER_PROBES = 2
 """Time-outs one after the other that count as a hang. One alone may be ours: a daemon that was stopped itself finds,
 when it goes on, that the time of its last probe has passed."""
 LOG_TAIL_BYTES = 2000
+TARGET_COMMAND = (sys.executable, "-m", "forebay.appliance.dataplane.target")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ class Supervisor:
 
     ``run_dir`` takes the pid file, the log and (if its path is short enough) the socket. ``on_restart`` runs after each
     start that follows a failure, so that the daemon replays desired state; while it raises it is tried again.
-    ``command`` replaces the start of the target's command line; ``--socket`` and ``--log`` follow it.
+    ``command`` is the start of the target's command line, to which limits may be added as options; ``--socket`` and
+    ``--log`` follow it.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Supervisor:
         on_restart: Callable[[], Awaitable[None]],
         *,
         times: SupervisorTimes | None = None,
-        command: Sequence[str] = (sys.executable, "-m", "forebay.appliance.dataplane.target"),
+        command: Sequence[str] = TARGET_COMMAND,
     ) -> None:
         self._times = times or SupervisorTimes()
         self._pid_file = run_dir / "target.pid"
@@ -217,8 +219,8 @@ class Supervisor:
             self._process = None
         try:
             if gently:
+                process.signal(signal.SIGCONT)  # a stopped process would not see what follows
                 process.signal(signal.SIGTERM)
-                process.signal(signal.SIGCONT)  # a stopped process would not see it
                 if await process.wait(self._times.stop_s):
                     return
                 log.warning("target %d does not stop: it is killed", process.name.pid)

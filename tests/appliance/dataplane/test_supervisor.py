@@ -14,11 +14,16 @@ import pytest
 
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.process import Process, ProcessName
-from forebay.appliance.dataplane.supervisor import MAX_SOCKET_PATH_BYTES, Supervisor, SupervisorTimes, socket_path
+from forebay.appliance.dataplane.supervisor import (
+    MAX_SOCKET_PATH_BYTES,
+    TARGET_COMMAND,
+    Supervisor,
+    SupervisorTimes,
+    socket_path,
+)
 from forebay.errors import ConfigInvalid, TargetFailed, Unavailable
 
 NODE = bytes(range(16))
-STUB = (sys.executable, str(Path(__file__).with_name("stub_target.py")))
 TIMES = SupervisorTimes(probe_interval_s=0.02, probe_timeout_s=0.3, backoff_min_s=0.01, backoff_max_s=0.1)
 DEADLINE_S = 20.0
 
@@ -35,7 +40,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def supervised(
-    run_dir: Path, on_restart: Callable[[], Awaitable[None]] = nothing, *, command: tuple[str, ...] = STUB
+    run_dir: Path, on_restart: Callable[[], Awaitable[None]] = nothing, *, command: tuple[str, ...] = TARGET_COMMAND
 ) -> AsyncIterator[Supervisor]:
     supervisor = Supervisor(run_dir, NODE, on_restart, times=TIMES, command=command)
     try:
@@ -78,7 +83,7 @@ class TestLife:
             assert os.getsid(supervisor.pid) == supervisor.pid != os.getsid(0)
 
     async def test_a_detached_target_is_found_again(self, tmp_path: Path) -> None:
-        first = Supervisor(tmp_path, NODE, nothing, times=TIMES, command=STUB)
+        first = Supervisor(tmp_path, NODE, nothing, times=TIMES)
         await first.start()
         pid, boot = first.pid, await boot_id(first)
         await first.detach()
@@ -89,7 +94,7 @@ class TestLife:
         assert not alive(pid)
 
     async def test_it_is_found_without_its_pid_file(self, tmp_path: Path) -> None:
-        first = Supervisor(tmp_path, NODE, nothing, times=TIMES, command=STUB)
+        first = Supervisor(tmp_path, NODE, nothing, times=TIMES)
         await first.start()
         pid = first.pid
         await first.detach()
@@ -103,7 +108,7 @@ class TestLife:
     ) -> None:
         run_dir = tmp_path / ("d" * 100)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        first = Supervisor(run_dir, NODE, nothing, times=TIMES, command=STUB)
+        first = Supervisor(run_dir, NODE, nothing, times=TIMES)
         await first.start()
         pid = first.pid
         await first.detach()
@@ -134,7 +139,11 @@ class TestLife:
 
     async def test_a_target_that_ignores_sigterm_is_killed(self, tmp_path: Path) -> None:
         times = replace(TIMES, stop_s=0.2)
-        supervisor = Supervisor(tmp_path, NODE, nothing, times=times, command=(*STUB, "--deaf"))
+        code = (
+            "import signal, sys; from forebay.appliance.dataplane.target.__main__ import main\n"
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal = lambda *_: None; main(sys.argv[1:])"
+        )
+        supervisor = Supervisor(tmp_path, NODE, nothing, times=times, command=(sys.executable, "-c", code))
         await supervisor.start()
         pid = supervisor.pid
         await supervisor.stop()
@@ -171,7 +180,7 @@ class TestFailures:
             "import asyncio, sys; from pathlib import Path\n"
             "from tests.appliance.dataplane import test_supervisor as t\n"
             "async def main():\n"
-            "    s = t.Supervisor(Path(sys.argv[1]), t.NODE, t.nothing, times=t.TIMES, command=t.STUB)\n"
+            "    s = t.Supervisor(Path(sys.argv[1]), t.NODE, t.nothing, times=t.TIMES)\n"
             "    await s.start(); await s.detach()\n"
             "asyncio.run(main())"
         )
@@ -195,7 +204,7 @@ class TestFailures:
             assert not alive(pid) and alive(supervisor.pid)
 
     async def test_a_target_that_hangs_when_the_daemon_starts_is_replaced(self, tmp_path: Path) -> None:
-        first = Supervisor(tmp_path, NODE, nothing, times=TIMES, command=STUB)
+        first = Supervisor(tmp_path, NODE, nothing, times=TIMES)
         await first.start()
         pid = first.pid
         assert pid is not None
@@ -234,7 +243,7 @@ class TestFailures:
 
     async def test_a_target_that_fails_at_once_is_started_again_until_it_does_not(self, tmp_path: Path) -> None:
         fuse = tmp_path / "fuse"
-        script = f'if [ -e {fuse} ]; then rm {fuse}; exit 1; fi; exec {STUB[0]} {STUB[1]} "$@"'
+        script = f'if [ -e {fuse} ]; then rm {fuse}; exit 1; fi; exec {" ".join(TARGET_COMMAND)} "$@"'
         async with supervised(tmp_path, command=("sh", "-c", script, "sh")) as supervisor:
             await supervisor.start()
             assert supervisor.pid is not None
@@ -245,7 +254,9 @@ class TestFailures:
 
     async def test_stopping_in_the_middle_of_a_restart_leaves_no_process(self, tmp_path: Path) -> None:
         started = tmp_path / "started"
-        script = f'if [ -e {started} ]; then echo $$ >> {started}; exec sleep 1000; fi; exec {STUB[0]} {STUB[1]} "$@"'
+        script = (
+            f'if [ -e {started} ]; then echo $$ >> {started}; exec sleep 1000; fi; exec {" ".join(TARGET_COMMAND)} "$@"'
+        )
         async with supervised(tmp_path, command=("sh", "-c", script, "sh")) as supervisor:
             await supervisor.start()
             assert supervisor.pid is not None
