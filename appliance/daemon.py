@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from forebay import __version__
@@ -36,6 +37,7 @@ from forebay.appliance.namespace.desired_state import Principal
 from forebay.appliance.namespace.meta import NodeMeta
 from forebay.appliance.namespace.node import Node, NodeLimits
 from forebay.appliance.namespace.rocks import RocksStore
+from forebay.appliance.namespace.room import Watermarks
 from forebay.appliance.namespace.space import Drive
 from forebay.clock import SystemClock
 from forebay.errors import CapacityShort, DataDirInUse, ForebayError
@@ -50,6 +52,7 @@ NODE_FILE = "node.json"
 ADMIN_TOKEN_FILE = "admin.token"
 DEFAULT_NAMESPACE = "default/default"
 _SWEEP_S = 0.25
+_STATS_ROUNDS = 8
 _DEFAULT_CAPACITY_BYTES = 64 << 30
 _DEFAULT_SHARE = 0.8
 _MAX_BLOCKS = 1 << 28
@@ -198,6 +201,7 @@ class _Daemon:
                 write_ttl_ms=sessions.write_ttl_ms,
                 max_sessions=sessions.max_sessions,
                 max_blocks=min(capacity_bytes // LBA_BYTES, _MAX_BLOCKS),
+                watermarks=Watermarks(config.space.high_watermark, config.space.low_watermark),
             )
             node = await Node.open(
                 store, meta, target, drives=drives, limits=limits, clock=SystemClock(), random=secrets.token_bytes
@@ -288,11 +292,12 @@ class _Daemon:
             await self._node.replay()
 
     async def _sweep(self, node: Node) -> None:
-        while True:
+        for round_number in count():
             try:
                 await node.sweep()
                 await node.background()
-                self._load.update(await node.engine.target.io_stats())
+                if round_number % _STATS_ROUNDS == 0:
+                    self._load.update(await node.engine.target.io_stats())
             except ForebayError as error:
                 _log.warning("sweep: %s", error)
             except Exception:  # the sweep must go on: leases and sessions end by it

@@ -11,7 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from forebay.appliance.namespace.events import EventLog, Waiters
 from forebay.appliance.namespace.eviction import Lru
 from forebay.appliance.namespace.meta import NodeMeta
 from forebay.appliance.namespace.recovery import Recovered, recover
-from forebay.appliance.namespace.room import Room
+from forebay.appliance.namespace.room import Room, Watermarks
 from forebay.appliance.namespace.sessions import Session, SessionState, SessionTable
 from forebay.appliance.namespace.space import Drive, Space
 from forebay.appliance.namespace.store import Op, Store
@@ -65,6 +65,7 @@ class NodeLimits:
     write_ttl_ms: int = 30_000
     max_sessions: int = 4_096
     max_blocks: int = 1 << 24
+    watermarks: Watermarks = field(default_factory=Watermarks)
 
 
 class Node:
@@ -80,7 +81,7 @@ class Node:
         self.acl = Acl(state)
         self.sessions = SessionTable(engine.clock, engine.random, limits.max_sessions)
         self.blocks = Blocks(engine)
-        self.room = Room(engine, self.blocks)
+        self.room = Room(engine, self.blocks, limits.watermarks)
         self.writes = Writes(engine, self.blocks, self.room, 0)
         self.recovered = Recovered(0, 0, 0, 0)
         self._files = files

@@ -3,6 +3,9 @@
 In order: free slots the namespace holds; a free region of the node; an empty region that somebody holds; then, within
 the namespace alone, eviction of blocks of the same slot size, and last of a whole region of another slot size. Pinned,
 leased and pending blocks are never evicted, and one namespace never evicts another's blocks.
+
+Above its high watermark a namespace is evicted ahead of its writers, down to the low one, so that at a steady 95 % full
+an Allocate finds free slots and need not wait for a delete to become durable.
 """
 
 from __future__ import annotations
@@ -10,29 +13,41 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
 from forebay.appliance.namespace.blocks import Blocks, Engine
 from forebay.appliance.namespace.desired_state import Eviction, Namespace
 from forebay.appliance.namespace.records import PINNED
-from forebay.errors import OK, NoSpace, QuotaExceeded
+from forebay.errors import OK, ForebayError, NoSpace, QuotaExceeded
 from forebay.ids import Extent
 from forebay.index import Rows, RowState
 
-__all__ = ["Room"]
+__all__ = ["Room", "Watermarks"]
 
 _log = logging.getLogger(__name__)
 _MIN_VICTIMS = 64
 _EVICT_AHEAD = 16
+_AHEAD_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Watermarks:
+    """Shares of what a namespace can have, between which eviction runs ahead of its writers."""
+
+    high: float = 0.97
+    low: float = 0.95
 
 
 class Room:
     """Extents for writers, by evicting if need be."""
 
-    def __init__(self, engine: Engine, blocks: Blocks) -> None:
+    def __init__(self, engine: Engine, blocks: Blocks, watermarks: Watermarks) -> None:
         self._e = engine
         self._blocks = blocks
+        self._watermarks = watermarks
+        self._ahead: dict[int, asyncio.Task[None]] = {}
         self._locks: dict[int, asyncio.Lock] = {}
         # victims found by one scan, oldest first, with the tick they had: checked again when their turn comes
         self._victims: dict[tuple[int, int], deque[tuple[int, int]]] = {}
@@ -41,7 +56,35 @@ class Room:
         """Up to ``want`` extents of that slot size, and the error code that says why there are no more (0: all)."""
         lock = self._locks.setdefault(namespace.id, asyncio.Lock())
         async with lock:
-            return await self._take(namespace, slot_bytes, want)
+            taken = await self._take(namespace, slot_bytes, want)
+        if namespace.id not in self._ahead and self._excess_bytes(namespace, self._watermarks.high) > 0:
+            task = self._ahead[namespace.id] = asyncio.create_task(self._evict_ahead(namespace))
+            task.add_done_callback(lambda _: self._ahead.pop(namespace.id, None))
+        return taken
+
+    # ------------------------------------------------------------------------------------------------ ahead of need
+
+    def _excess_bytes(self, namespace: Namespace, watermark: float) -> int:
+        """Bytes in use above a watermark of what the namespace can have; negative while it can still grow."""
+        space = self._e.space
+        limits = [namespace.quota_bytes] if namespace.quota_bytes else []
+        if not any(space.drives[v.drive].free_regions for v in space.volumes_of(namespace.id)):
+            limits.append(space.reserved_bytes(namespace.id))
+        return space.used_bytes(namespace.id) - int(watermark * min(limits)) if limits else -1
+
+    async def _evict_ahead(self, namespace: Namespace) -> None:
+        """Evict down to the low watermark, slot sizes with the smallest free share first."""
+        try:
+            while (excess := self._excess_bytes(namespace, self._watermarks.low)) > 0:
+                tightest = self._e.space.tightest_slot(namespace.id)
+                if tightest is None:
+                    return
+                count = min(-(-excess // tightest), _AHEAD_BATCH)
+                async with self._locks[namespace.id]:
+                    if not await self._evict(namespace, tightest, count):
+                        return
+        except ForebayError as error:
+            _log.warning("namespace %s: eviction ahead of need stopped: %s", namespace.full_name, error)
 
     async def _take(self, namespace: Namespace, slot_bytes: int, want: int) -> tuple[list[Extent], int]:
         space = self._e.space

@@ -99,6 +99,16 @@ class Space:
         """Bytes of regions that a namespace holds."""
         return sum(len(self.maps[v.id].claimed) for v in self.volumes_of(namespace)) * self.region_bytes
 
+    def tightest_slot(self, namespace: int) -> int | None:
+        """The slot size of a namespace's regions with the smallest share of free slots, or None if it has none."""
+        totals: dict[int, list[int]] = {}
+        for volume in self.volumes_of(namespace):
+            for region in self.maps[volume.id].claimed.values():
+                total = totals.setdefault(region.slot_bytes, [0, 0])
+                total[0] += region.free_slots
+                total[1] += region.slots
+        return min(totals, key=lambda s: totals[s][0] / totals[s][1], default=None)
+
     def take(self, namespace: int, slot_bytes: int, want: int) -> list[Extent]:
         """Up to ``want`` free extents of claimed regions, consecutive where possible."""
         taken: list[Extent] = []
