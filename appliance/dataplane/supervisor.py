@@ -263,14 +263,18 @@ class Supervisor:
             if await process.wait(self._times.probe_interval_s):
                 return process.exit_text
             try:
-                _pid, boot_id = await self._probe()
+                pid, boot_id = await self._probe()
             except Unavailable as error:
                 timeouts += 1
                 if timeouts >= HUNG_AFTER_PROBES and process.running:
                     return f"{process.name.pid} hangs ({error})"
                 continue
             if boot_id != self._boot_id:
-                return f"another target ({boot_id}) answers on the socket"
+                name = ProcessName.of(pid, self._socket)
+                intruder = Process.find(name) if name is not None else None
+                if intruder is not None and pid != process.name.pid:
+                    await self._end(intruder, gently=False)  # it would hold on to our volumes
+                return f"another target ({boot_id}) answered on the socket"
             timeouts = 0
             if not self._replayed:
                 await self._replay()

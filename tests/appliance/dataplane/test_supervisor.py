@@ -224,6 +224,20 @@ class TestFailures:
             await until(lambda: supervisor.restarts == 1)
             assert not alive(pid)
 
+    async def test_another_target_on_the_socket_is_replaced(self, tmp_path: Path) -> None:
+        async with supervised(tmp_path) as supervisor:
+            await supervisor.start()
+            pid = supervisor.pid
+            supervisor.socket.unlink()
+            command = [*TARGET_COMMAND, "--socket", str(supervisor.socket)]
+            intruder = Process.start(command, tmp_path / "log", supervisor.socket)
+            await until(supervisor.socket.exists)
+            await supervisor._rpc.close()
+            await until(lambda: supervisor.restarts >= 1)
+            assert not alive(pid) and not intruder.running
+            assert alive(supervisor.pid)
+            intruder.close()
+
     async def test_state_that_could_not_be_replayed_is_replayed_again(self, tmp_path: Path) -> None:
         calls = 0
 
