@@ -247,12 +247,19 @@ class Client:
             deadline_ms,
         )
 
-    def pin(self, keys: Sequence[Key], *, pinned: bool = True, deadline_ms: int | None = None) -> _Words:
-        """Keep blocks from being evicted while this session lives, or let them go: ``ok``, ``absent``, ..."""
+    def pin(
+        self, keys: Sequence[Key], *, pinned: bool = True, persistent: bool = False, deadline_ms: int | None = None
+    ) -> _Words:
+        """Keep blocks from being evicted while this session lives, or let them go: ``ok``, ``absent``, ...
+
+        A ``persistent`` pin outlives the session, until it is taken back as one; it needs the right ``pin``.
+        """
         return self._statuses(
             self._session.rpc.blocks.Pin,
             keys,
-            lambda context, columns: pb.PinRequest(context=context, keys=columns, pinned=pinned),
+            lambda context, columns: pb.PinRequest(
+                context=context, keys=columns, pinned=pinned, persistent=persistent
+            ),
             deadline_ms,
         )
 

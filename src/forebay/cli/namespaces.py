@@ -55,7 +55,13 @@ def _show(info: dict[str, Any], out: Console) -> None:
 
 
 _POLICY = [
-    click.option("--quota", type=size, metavar="SIZE", help="Bytes it may hold at most; 0: only the node's capacity."),
+    click.option(
+        "--quota",
+        "quota_bytes",
+        type=size,
+        metavar="SIZE",
+        help="Bytes it may hold at most; 0: only the node's capacity.",
+    ),
     click.option(
         "--durability",
         type=click.Choice(["flush", "verify", "volatile"]),

@@ -119,7 +119,9 @@ def status(session: Session) -> int:
         )
         for drive in info.drives:
             free = f"{format_size(drive.free_bytes)} of {format_size(drive.capacity_bytes)} in free regions"
-            out.print(f"  drive     {drive.name}: {drive.path}, {drive.io}, {free}", soft_wrap=True)
+            out.print(
+                f"  drive     {drive.name}: {drive.path}, {free}{f', {drive.io}' if drive.io else ''}", soft_wrap=True
+            )
         for name, value in document["counters"].items():
             out.print(f"  counter   {name} {value}")
 

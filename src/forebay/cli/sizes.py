@@ -28,7 +28,7 @@ def format_size(count_bytes: float) -> str:
         if abs(value) < 1024 or unit == "PiB":
             break
         value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" or value == int(value) else f"{value:.1f} {unit}"
+    return f"{value:.1f}".removesuffix(".0") + f" {unit}"
 
 
 def format_duration(count_ms: float) -> str:

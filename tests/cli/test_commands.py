@@ -1,0 +1,225 @@
+"""The commands against a running node."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.cli.demo.node import DemoNode
+from forebay.cli.exits import ABSENT, OK, REFUSED, UNAVAILABLE, USAGE
+from forebay.cli.main import run
+
+
+class Shell:
+    """Runs commands in this process as a user of the node's host would."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *argv: str, code: int = OK) -> str:
+        """Run, expect an exit code, and return standard output, or the one line of an error."""
+        found = run(argv)
+        captured = self._capsys.readouterr()
+        assert found == code, captured.err
+        if code >= USAGE:
+            assert captured.out == "" and len(captured.err.splitlines()) == 1
+            return captured.err
+        return captured.out
+
+    def json(self, *argv: str, code: int = OK) -> Any:
+        return json.loads(self(*argv, "--json", code=code))
+
+
+@pytest.fixture
+def forebay(node: DemoNode, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    for name in ("URL", "TOKEN", "NAMESPACE"):
+        monkeypatch.delenv(f"FOREBAY_{name}", raising=False)
+    monkeypatch.setenv("FOREBAY_DATA", str(node.data))
+    return Shell(capsys)
+
+
+def test_a_file_goes_in_and_comes_out(forebay: Shell, tmp_path: Path) -> None:
+    value = os.urandom(300_001)
+    (tmp_path / "in").write_bytes(value)
+    assert "stored files/a (293 KiB)" in forebay("put", "files/a", str(tmp_path / "in"))
+    assert forebay("get", "files/a", str(tmp_path / "out")) == ""
+    assert (tmp_path / "out").read_bytes() == value
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+    assert "stored already" in forebay("put", "files/a", str(tmp_path / "in"))
+    again = forebay.json("put", "files/a", str(tmp_path / "in"))
+    assert again == {
+        "key": "files/a",
+        "key_hex": b"files/a".hex(),
+        "stored": False,
+        "present": True,
+        "length_bytes": len(value),
+    }
+
+
+def test_pipes(node: DemoNode) -> None:
+    command = [sys.executable, "-m", "forebay.cli.main", "--data", str(node.data)]
+    value = os.urandom(100_000)
+    subprocess.run([*command, "put", "piped", "-"], input=value, check=True, timeout=60, capture_output=True)
+    done = subprocess.run([*command, "get", "piped", "-"], check=True, timeout=60, capture_output=True)
+    assert done.stdout == value and done.stderr == b""
+
+
+def test_standard_input_over_the_limit(forebay: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless(io.RawIOBase):
+        def read(self, size: int = -1) -> bytes:
+            return bytes(size)
+
+    class Stdin:
+        buffer = Endless()
+
+    monkeypatch.setattr(sys, "stdin", Stdin())
+    assert "64 MiB" in forebay("put", "endless", "-", code=USAGE)
+    assert forebay.json("match", "endless", code=ABSENT)["prefix"] == 0
+
+
+def test_get_of_an_absent_key_leaves_the_file_alone(forebay: Shell, tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(b"before")
+    run(["get", "absent", str(tmp_path / "out")])
+    assert (tmp_path / "out").read_bytes() == b"before" and len(list(tmp_path.iterdir())) == 1
+    assert run(["get", "absent", "-"]) == ABSENT
+
+
+def put(forebay: Shell, tmp_path: Path, *keys: str, value: bytes = b"value") -> None:
+    (tmp_path / "value").write_bytes(value)
+    for key in keys:
+        forebay("put", key, str(tmp_path / "value"))
+
+
+def test_match(forebay: Shell, tmp_path: Path) -> None:
+    put(forebay, tmp_path, "m/0", "m/1", "m/3")
+    found = forebay.json("match", "m/0", "m/1", "m/2", "m/3", code=ABSENT)
+    assert [k["present"] for k in found["keys"]] == [True, True, False, True]
+    assert [k["reason"] for k in found["keys"]] == ["ok", "ok", "absent", "ok"]
+    assert found["prefix"] == 2 and found["present_bytes"] == 15 and found["load_ms"] >= 0
+    assert "the first 2 of 2 are stored" in forebay("match", "m/0", "m/1")
+
+
+def test_ls(forebay: Shell, tmp_path: Path) -> None:
+    put(forebay, tmp_path, "l/2", "l/1", "other")
+    assert [k["key"] for k in forebay.json("ls", "l/")["keys"]] == ["l/1", "l/2"]
+    assert [k["key"] for k in forebay.json("ls", "l/", "--limit", "1")["keys"]] == ["l/1"]
+    assert "5 B" in forebay("ls", "l/")
+    assert {"l/1", "l/2", "other"} <= {k["key"] for k in forebay.json("ls")["keys"]}
+    assert forebay.json("ls", "nothing/")["keys"] == []
+
+
+def test_keys_in_hexadecimal(forebay: Shell, tmp_path: Path) -> None:
+    (tmp_path / "value").write_bytes(b"x")
+    forebay("put", "--hex", "00ff00", str(tmp_path / "value"))
+    (listed,) = forebay.json("ls", "--hex", "00")["keys"]
+    assert listed["key"] is None and listed["key_hex"] == "00ff00"
+    assert "0x00ff00" in forebay("ls", "--hex", "00")
+
+
+def test_stat(forebay: Shell, tmp_path: Path) -> None:
+    put(forebay, tmp_path, "s", value=b"x" * 5000)
+    one, two = forebay.json("stat", "s", "t", code=ABSENT)["keys"]
+    assert one["present"] and not two["present"]
+    assert (one["length_bytes"], one["tiles"], one["durability"], one["pins"]) == (5000, 1, "flush", 0)
+    assert one["extent_bytes"] >= 8192 and one["extent_bytes"] % 4096 == 0 and one["offset_bytes"] % 4096 == 0
+    assert "5000 bytes" in forebay("stat", "s")
+
+
+def test_rm(forebay: Shell, tmp_path: Path) -> None:
+    put(forebay, tmp_path, "r")
+    outcome = forebay.json("rm", "r", "never", code=ABSENT)["keys"]
+    assert [(k["ok"], k["reason"]) for k in outcome] == [(True, "ok"), (False, "absent")]
+    forebay("match", "r", code=ABSENT)
+    put(forebay, tmp_path, "r", value=b"another value")
+    assert forebay.json("stat", "r")["keys"][0]["length_bytes"] == 13
+
+
+def test_pins_outlive_the_command(forebay: Shell, tmp_path: Path) -> None:
+    put(forebay, tmp_path, "p")
+    before = forebay.json("namespace", "show", "default/default")["pinned_bytes"]
+    assert forebay("pin", "p").startswith("pinned")
+    assert forebay.json("namespace", "show", "default/default")["pinned_bytes"] > before
+    assert forebay("unpin", "p").startswith("unpinned")
+    assert forebay.json("namespace", "show", "default/default")["pinned_bytes"] == before
+    assert forebay("pin", "never", code=ABSENT).startswith("absent")
+
+
+def test_namespaces(forebay: Shell, tmp_path: Path) -> None:
+    made = forebay.json("namespace", "create", "acme/chat", "--quota", "128MiB", "--durability", "verify")
+    assert (made["quota_bytes"], made["durability"], made["eviction"]) == (128 << 20, "verify", "lru")
+    assert "AlreadyExists" in forebay("namespace", "create", "acme/chat", code=REFUSED)
+    changed = forebay.json("namespace", "set", "acme/chat", "--quota", "64MiB", "--min-generation", "3")
+    assert (changed["quota_bytes"], changed["min_generation"], changed["durability"]) == (64 << 20, 3, "verify")
+    assert forebay.json("namespace", "show", "acme/chat") == changed
+    names = [n["name"] for n in forebay.json("namespace", "ls")["namespaces"]]
+    assert {"acme/chat", "default/default"} <= set(names)
+    assert "acme/chat" in forebay("namespace", "ls") and "64 MiB" in forebay("namespace", "show", "acme/chat")
+
+    (tmp_path / "value").write_bytes(b"x")
+    assert "StaleGeneration" in forebay("-n", "acme/chat", "ls", code=REFUSED)
+    forebay("put", "k", str(tmp_path / "value"), "--namespace", "acme/chat", "--generation", "3")
+    assert forebay.json("ls", "-n", "acme/chat", "--generation", "3")["keys"][0]["key"] == "k"
+    assert "force" in forebay("namespace", "rm", "acme/chat", code=USAGE)
+    assert forebay.json("namespace", "rm", "acme/chat", "--force")["blocks"] == 1
+
+
+def test_unknown_namespaces(forebay: Shell) -> None:
+    assert run(["namespace", "show", "no/such"]) == ABSENT
+    assert run(["ls", "-n", "no/such"]) == ABSENT
+    forebay("ls")
+
+
+def test_principals(forebay: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = forebay.json("principal", "create", "vllm")
+    assert made["principal"] == {**made["principal"], "name": "vllm", "admin": False, "grants": []}
+    monkeypatch.setenv("FOREBAY_TOKEN", made["token"])
+    forebay("ls", code=ABSENT)  # it may not know that the namespace exists
+    assert "PermissionDenied" in forebay("principal", "ls", code=REFUSED)
+    monkeypatch.delenv("FOREBAY_TOKEN")
+    granted = forebay.json("principal", "grant", "vllm", "default/default", "--rights", "read")
+    assert granted["grants"] == [{"namespace": "default/default", "rights": ["read"], "scopes": []}]
+    (tmp_path / "value").write_bytes(b"x")
+    token = ["--token", made["token"]]
+    forebay("ls", *token)
+    assert "PermissionDenied" in forebay("put", "denied", str(tmp_path / "value"), *token, code=REFUSED)
+    rotated = forebay.json("principal", "rotate", "vllm")
+    assert "Unauthenticated" in forebay("ls", *token, code=REFUSED)
+    forebay("ls", "--token", rotated["token"])
+    assert forebay.json("principal", "revoke", "vllm", "default/default")["grants"] == []
+    shown = forebay("principal", "ls")
+    assert "vllm" in shown and made["token"] not in shown and rotated["token"] not in shown
+    assert forebay.json("principal", "rm", "vllm") == {"name": "vllm", "removed": True}
+    assert "vllm" not in {p["name"] for p in forebay.json("principal", "ls")["principals"]}
+    assert run(["principal", "rm", "vllm"]) == ABSENT
+
+
+def test_status(forebay: Shell, node: DemoNode) -> None:
+    found = forebay.json("status")
+    assert found["target"]["kind"] == "embedded" and "fencing" in found["target"]["capabilities"]
+    assert found["capacity_bytes"] == 512 << 20 and found["drives"] and found["uptime_ms"] >= 0
+    told = json.loads((node.data / "node.json").read_text())
+    assert found["incarnation"] == f"{told['incarnation']:016x}" or found["node"] == told["node"]
+    text = forebay("status")
+    assert "embedded" in text and "512 MiB" in text
+
+
+def test_a_node_by_its_address(forebay: Shell, node: DemoNode, tmp_path: Path) -> None:
+    where = ["--url", node.url.removeprefix("forebay://"), "--data", str(tmp_path)]
+    assert "admin.token" in forebay("status", *where, code=REFUSED)
+    forebay("status", *where, "--token", node.token)
+    assert "Unauthenticated" in forebay("status", *where, "--token", "wrong", code=REFUSED)
+
+
+def test_a_node_that_does_not_answer(forebay: Shell) -> None:
+    assert "Unavailable" in forebay("status", "--url", "forebay://127.0.0.1:9", code=UNAVAILABLE)
+
+
+def test_a_data_directory_in_use(node: DemoNode) -> None:
+    command = [sys.executable, "-m", "forebay.cli.main", "serve", "--data", str(node.data), "--listen", "127.0.0.1:0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == REFUSED and "DataDirInUse" in done.stderr and "Traceback" not in done.stderr
