@@ -132,6 +132,7 @@ class Node:
 
     async def _start_volumes(self) -> None:
         meta, space = self.meta, self.engine.space
+        await self._drop_unfinished()
         volumes = list(self.state.volumes)
         for volume in volumes:
             if volume.drive not in self._files:
@@ -156,6 +157,18 @@ class Node:
                         "volume %d on drive %s has no metadata: a creation was cut short; it is removed", left, name
                     )
                     files.remove(left)
+
+    async def _drop_unfinished(self) -> None:
+        """Clear away volumes of namespaces whose creation or deletion was cut short: their files may be gone."""
+        for namespace in self.state.namespaces:
+            if not namespace.deleting:
+                continue
+            for volume in self.state.volumes_of(namespace.id):
+                await self.engine.target.remove_volume(self._spec(volume))
+                self._files[volume.drive].remove(volume.id)
+                claimed = self.engine.store.scan("regions", prefix=volume.id.to_bytes(4, "big"))
+                await self.engine.store.write([Op("regions", key, None) for key, _ in list(claimed)])
+                await self.state.volumes.remove(volume.key)
 
     def _label(self, volume: Volume, epoch: int) -> VolumeLabel:
         return VolumeLabel(
@@ -461,9 +474,9 @@ def _checked(namespace: Namespace) -> Namespace:
     """Refuse options out of range, naming the field."""
     if namespace.eviction not in tuple(Eviction):
         raise InvalidArgument(f"eviction {namespace.eviction!r}", field="eviction", limit=", ".join(Eviction))
-    for field in ("quota_bytes", "min_generation", "retention_ms"):
-        if not 0 <= getattr(namespace, field) < 1 << 62:
-            raise InvalidArgument(f"{field} {getattr(namespace, field)}", field=field, limit="0 to 2^62")
+    for name in ("quota_bytes", "min_generation", "retention_ms"):
+        if not 0 <= getattr(namespace, name) < 1 << 62:
+            raise InvalidArgument(f"{name} {getattr(namespace, name)}", field=name, limit="0 to 2^62")
     if namespace.durability not in (0, 1, 2):
         raise InvalidArgument("no such durability", field="durability", limit="flush, verify, volatile")
     return namespace

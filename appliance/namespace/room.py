@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 _MIN_VICTIMS = 64
 _EVICT_AHEAD = 16
 _AHEAD_BATCH = 256
+_ANY_SLOT = 0  # victims of every slot size: a quota is in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class Room:
         while len(taken) < want:
             rest = want - len(taken)
             allowed = self._allowed(namespace, slot_bytes)
-            if allowed < rest and await self._evict(namespace, slot_bytes, rest - allowed):
+            if allowed < rest and await self._evict(namespace, _ANY_SLOT, rest - allowed):
                 continue
             if allowed <= 0:
                 return taken, QuotaExceeded.code
@@ -129,7 +130,7 @@ class Room:
         return evictable
 
     async def _evict(self, namespace: Namespace, slot_bytes: int, count: int) -> bool:
-        """Evict ``count`` blocks of a slot size, some more for the next ones to come; False if none could go."""
+        """Evict ``count`` blocks of a slot size or of any, and some more for the next writers; False if none can go."""
         if namespace.eviction == Eviction.NONE:
             return False
         victims = self._next_victims(namespace, slot_bytes, max(count, _EVICT_AHEAD))
@@ -150,7 +151,7 @@ class Room:
                 same = (
                     index.tick[row] == tick
                     and index.namespace[row] == namespace.id
-                    and index.length[row] == slot_bytes
+                    and slot_bytes in (index.length[row], _ANY_SLOT)
                     and row not in chosen
                 )
                 if same and self._evictable(np.array([row])).size:
@@ -163,8 +164,10 @@ class Room:
         """The next victims of a slot size by the policy; blocks of generations below the minimum come first."""
         index, now_s = self._e.index, self._e.clock.wall_ms() // 1000
         high = index.high
-        mine = np.flatnonzero((index.namespace[:high] == namespace.id) & (index.length[:high] == slot_bytes))
-        rows = self._evictable(mine)
+        mine = index.namespace[:high] == namespace.id
+        if slot_bytes != _ANY_SLOT:
+            mine &= index.length[:high] == slot_bytes
+        rows = self._evictable(np.flatnonzero(mine))
         stale = index.generation[rows] < namespace.min_generation
         # one scan serves many evictions, so that its cost is shared by a fixed part of the candidates
         count = max(count, _MIN_VICTIMS, len(rows) // 64)
