@@ -25,7 +25,7 @@ from forebay.ids import Extent, GrantId, HostIdentity, VolumeId
 
 NODE = bytes(range(16))
 REGION = 64 << 20
-TIMES = SupervisorTimes(probe_interval_s=0.02, probe_timeout_s=0.5, backoff_min_s=0.01, backoff_max_s=0.1)
+TIMES = SupervisorTimes(probe_interval_s=0.02, backoff_min_s=0.01, backoff_max_s=0.1)
 DEADLINE_S = 20.0
 
 
@@ -68,14 +68,14 @@ class Rig:
 
 
 @asynccontextmanager
-async def rigged(path: Path, **options: Any) -> AsyncIterator[Rig]:
+async def rigged(path: Path, times: SupervisorTimes = TIMES, **options: Any) -> AsyncIterator[Rig]:
     replays: list[Any] = []
 
     async def replay() -> None:
         for each in replays:
             await each()
 
-    supervisor = Supervisor(path, NODE, replay, times=TIMES)
+    supervisor = Supervisor(path, NODE, replay, times=times)
     await supervisor.start()
     rpc = JsonRpcClient(supervisor.socket)
     target = EmbeddedTarget(JsonRpcClient(supervisor.socket), node=NODE.hex(), **options)
@@ -360,7 +360,7 @@ class TestMedia:
 
 
 async def test_a_stopped_target_is_unavailable_in_time_and_one_that_follows_serves(tmp_path: Path) -> None:
-    async with rigged(tmp_path) as rig:
+    async with rigged(tmp_path, times=replace(TIMES, probe_timeout_s=0.3)) as rig:
         await rig.target.add_volume(rig.volume())
         rig.replays.append(lambda: rig.target.add_volume(rig.volume()))
         impatient = EmbeddedTarget(JsonRpcClient(rig.supervisor.socket, timeout_s=0.1), node=NODE.hex())

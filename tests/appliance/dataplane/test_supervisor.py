@@ -24,7 +24,9 @@ from forebay.appliance.dataplane.supervisor import (
 from forebay.errors import ConfigInvalid, TargetFailed, Unavailable
 
 NODE = bytes(range(16))
-TIMES = SupervisorTimes(probe_interval_s=0.02, probe_timeout_s=0.3, backoff_min_s=0.01, backoff_max_s=0.1)
+TIMES = SupervisorTimes(probe_interval_s=0.02, backoff_min_s=0.01, backoff_max_s=0.1)
+IMPATIENT = replace(TIMES, probe_timeout_s=0.3)
+"""Where a target hangs. A busy machine may make a healthy one late, too: it is replaced once more then."""
 DEADLINE_S = 20.0
 
 
@@ -40,9 +42,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def supervised(
-    run_dir: Path, on_restart: Callable[[], Awaitable[None]] = nothing, *, command: tuple[str, ...] = TARGET_COMMAND
+    run_dir: Path,
+    on_restart: Callable[[], Awaitable[None]] = nothing,
+    *,
+    command: tuple[str, ...] = TARGET_COMMAND,
+    times: SupervisorTimes = TIMES,
 ) -> AsyncIterator[Supervisor]:
-    supervisor = Supervisor(run_dir, NODE, on_restart, times=TIMES, command=command)
+    supervisor = Supervisor(run_dir, NODE, on_restart, times=times, command=command)
     try:
         yield supervisor
     finally:
@@ -195,13 +201,13 @@ class TestFailures:
             assert alive(supervisor.pid)
 
     async def test_a_hung_target_is_killed_and_replaced(self, tmp_path: Path) -> None:
-        async with supervised(tmp_path) as supervisor:
+        async with supervised(tmp_path, times=IMPATIENT) as supervisor:
             await supervisor.start()
             pid = supervisor.pid
             assert pid is not None
             os.kill(pid, signal.SIGSTOP)
-            await until(lambda: supervisor.restarts == 1)
-            assert not alive(pid) and alive(supervisor.pid)
+            await until(lambda: supervisor.restarts >= 1 and supervisor.serving)
+            assert not alive(pid)
 
     async def test_a_target_that_hangs_when_the_daemon_starts_is_replaced(self, tmp_path: Path) -> None:
         first = Supervisor(tmp_path, NODE, nothing, times=TIMES)
@@ -210,7 +216,7 @@ class TestFailures:
         assert pid is not None
         await first.detach()
         os.kill(pid, signal.SIGSTOP)
-        async with supervised(tmp_path) as second:
+        async with supervised(tmp_path, times=IMPATIENT) as second:
             assert not await second.start()
             assert second.pid != pid and not alive(pid)
 
