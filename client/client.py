@@ -257,9 +257,7 @@ class Client:
         return self._statuses(
             self._session.rpc.blocks.Pin,
             keys,
-            lambda context, columns: pb.PinRequest(
-                context=context, keys=columns, pinned=pinned, persistent=persistent
-            ),
+            lambda context, columns: pb.PinRequest(context=context, keys=columns, pinned=pinned, persistent=persistent),
             deadline_ms,
         )
 

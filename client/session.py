@@ -28,7 +28,8 @@ __all__ = ["Opening", "Route", "Session", "SessionView", "TransportFactory"]
 
 _log = logging.getLogger(__name__)
 
-_GATHER_S = 0.02
+_GATHER_LEASES = 256
+_GATHER_S = 0.05
 """Leases and failed writes wait this long for others to be given back with."""
 _RETRY_MS = (100, 2_000)
 """First and longest wait between attempts to reach a node that does not answer."""
@@ -186,7 +187,8 @@ class Session:
         """Give a lease back, soon and together with others."""
         with self._wake:
             self._leases.append((view, lease))
-            self._wake.notify_all()
+            if len(self._leases) in (1, _GATHER_LEASES):  # else it is awake, or need not be
+                self._wake.notify_all()
 
     def abort(self, view: SessionView, write_ids: Sequence[bytes], *, quiesced: bool) -> None:
         """Give up writes, soon; ``quiesced`` says that every command of theirs has completed."""
@@ -339,8 +341,8 @@ class Session:
             with self._wake:
                 if not (self._closed or self._leases or self._aborts):
                     self._wake.wait(max(0, next_ms - self._clock.monotonic_ms()) / 1000)
-                if (self._leases or self._aborts) and not self._closed:
-                    self._wake.wait(_GATHER_S)
+                if self._leases or self._aborts:
+                    self._wake.wait_for(lambda: self._closed or len(self._leases) >= _GATHER_LEASES, _GATHER_S)
                 if self._closed:
                     return
             self._give_back(self._clock.monotonic_ms() + self._options.connect_ms)

@@ -6,6 +6,7 @@ It serves one volume from memory. A `Lie` decides what is sent for a Read or a W
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from forebay.nvmetcp import spec
 from forebay.nvmetcp.command import Command, ConnectData
@@ -193,17 +194,13 @@ class Peer:
     def drop(self) -> None:
         """Close every connection that there is."""
         for link in self.links:
-            try:
+            with suppress(OSError):
                 link.sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
         self.links.clear()
 
     def close(self) -> None:
-        try:
+        with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._listener.close()
         self.drop()
         for thread in self._threads:

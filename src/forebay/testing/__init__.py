@@ -1,0 +1,1 @@
+"""What ships for tests: conformance suites that every implementation of an interface must pass, and seeded faults."""

@@ -1,0 +1,175 @@
+"""Real processes for the client's tests: an embedded target with a raw volume, and a whole node."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from spdk.rpc.client import JSONRPCClient
+
+from forebay.client.transports.controller import SubsystemAddress
+from forebay.client.transports.nvme_tcp import NvmeTcpOptions, NvmeTcpTransport
+from forebay.clock import Clock
+from forebay.ids import HostIdentity
+
+NQN = "nqn.2026-11.test:client"
+VOLUME_BYTES = 64 << 20
+
+
+def now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000
+
+
+def eventually(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+    """Poll a condition; the deadline only ends a test that would fail."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.005)
+
+
+def new_host() -> HostIdentity:
+    ident = str(uuid.uuid4())
+    return HostIdentity(f"nqn.2014-08.org.nvmexpress:uuid:{ident}", ident)
+
+
+class TargetProcess:
+    """The embedded target as a process of its own, with one raw volume (NSID 1)."""
+
+    def __init__(self, directory: Path) -> None:
+        self.socket = directory / "t.sock"
+        self.volume = directory / "volume"
+        self.volume.touch()
+        os.truncate(self.volume, VOLUME_BYTES)
+        self.nguid = uuid.uuid4()
+        self.port = 0
+        self.process: subprocess.Popen[bytes]
+        self.start()
+
+    @property
+    def subsystem(self) -> SubsystemAddress:
+        return SubsystemAddress("127.0.0.1", self.port, NQN)
+
+    def start(self) -> None:
+        self.socket.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "forebay.appliance.dataplane.target", "--socket", str(self.socket)]
+        self.process = subprocess.Popen([*command, "--log", str(self.socket.with_suffix(".log"))])
+        eventually(self.socket.exists, "the control socket")
+        with JSONRPCClient(str(self.socket), conn_retries=50) as rpc:
+            rpc.nvmf_create_transport(trtype="TCP", max_io_size=64 << 20)
+            rpc.bdev_aio_create(name="v", filename=str(self.volume), block_size=4096)
+            rpc.forebay_bdev_set_mode(name="v", mode="raw")
+            rpc.nvmf_create_subsystem(nqn=NQN, serial_number="T1", model_number="t", allow_any_host=True)
+            rpc.nvmf_subsystem_add_ns(nqn=NQN, namespace={"bdev_name": "v", "nsid": 1, "nguid": self.nguid.hex.upper()})
+            listen = {"trtype": "TCP", "adrfam": "IPv4", "traddr": "127.0.0.1", "trsvcid": str(self.port)}
+            rpc.nvmf_subsystem_add_listener(nqn=NQN, listen_address=listen)
+            subsystems = rpc.nvmf_get_subsystems()
+            mine = next(each for each in subsystems if each["nqn"] == NQN)
+            self.port = int(mine["listen_addresses"][0]["trsvcid"])
+
+    def rpc(self) -> JSONRPCClient:
+        return JSONRPCClient(str(self.socket))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(20)
+
+    def transport(
+        self, options: NvmeTcpOptions | None = None, *, host: HostIdentity | None = None, clock: Clock | None = None
+    ) -> NvmeTcpTransport:
+        return NvmeTcpTransport(
+            self.subsystem, host or new_host(), nguids={1: self.nguid.hex}, options=options, clock=clock, seed=1
+        )
+
+
+@pytest.fixture(scope="module")
+def shared_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TargetProcess]:
+    """One target for the tests of a module that do it no harm."""
+    target = TargetProcess(tmp_path_factory.mktemp("target"))
+    yield target
+    target.stop()
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[TargetProcess]:
+    """A target to kill."""
+    target = TargetProcess(tmp_path)
+    yield target
+    target.stop()
+
+
+class NodeProcess:
+    """A node: daemon and target, on ports of the system's choice."""
+
+    def __init__(self, data: Path) -> None:
+        self.data = data
+        self.process: subprocess.Popen[bytes]
+        self.info: dict[str, object] = {}
+        self.grpc, self.nvme = "127.0.0.1:0", "127.0.0.1:0"
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"forebay://{self.grpc}"
+
+    @property
+    def token(self) -> str:
+        return (self.data / "admin.token").read_text().strip()
+
+    def start(self) -> None:
+        """Start it, after the first time on the ports it had."""
+        env = {**os.environ, "FOREBAY_GRPC_LISTEN": self.grpc, "FOREBAY_TARGET_LISTEN": self.nvme}
+        command = [str(Path(sys.executable).with_name("forebay")), "serve", "--data", str(self.data)]
+        described = self.data / "node.json"
+        described.unlink(missing_ok=True)
+        with (self.data.parent / "node.log").open("ab") as log:
+            self.process = subprocess.Popen([*command, "--capacity", "1GiB"], env=env, stdout=log, stderr=log)
+        eventually(lambda: described.exists() or self.process.poll() is not None, "node.json")
+        self.info = json.loads(described.read_text())
+        self.grpc = str(self.info["grpc"])
+        target = self._target()
+        self.nvme = f"{target['address']}:{target['port']}"
+
+    def _target(self) -> dict[str, object]:
+        target = self.info["target"]
+        assert isinstance(target, dict)
+        return target
+
+    def kill(self) -> None:
+        """SIGKILL to the daemon and its target."""
+        self.process.kill()
+        self.process.wait()
+        self.kill_target()
+
+    def kill_target(self) -> None:
+        os.kill(int(str(self._target()["pid"])), signal.SIGKILL)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def shared_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """One node for the tests of a module that do it no harm."""
+    node = NodeProcess(tmp_path_factory.mktemp("node") / "data")
+    yield node
+    node.stop()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
+    """A node to kill."""
+    node = NodeProcess(tmp_path / "data")
+    yield node
+    node.stop()
