@@ -137,6 +137,11 @@ class Connection:
         return spec.IC_REQ.size - self._have if self.role is Role.CONTROLLER else spec.MIN_HEADER_BYTES - self._have
 
     @property
+    def between_pdus(self) -> bool:
+        """Whether the next byte received is the first of a PDU."""
+        return not self.payload_remaining and not self._have
+
+    @property
     def open_commands(self) -> int:
         """Host role: commands sent and not answered."""
         return len(self._transfers)
@@ -205,7 +210,7 @@ class Connection:
 
     def receive_eof(self) -> bool:
         """The peer closed its end. Returns whether that was between PDUs."""
-        clean = not self.payload_remaining and not self._have
+        clean = self.between_pdus
         if self.state is not State.CLOSED:
             self.state = self._table[self.state][Input.END_OF_STREAM]
         self.payload_remaining = 0

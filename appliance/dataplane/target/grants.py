@@ -1,0 +1,145 @@
+"""Write grants: which host may write which LBAs of a fenced volume, and who is writing there right now.
+
+A write counts itself in on the grants that cover it before it touches media and out after, under the lock that
+`revoke` takes; so when `revoke` returns, nothing under those grants can reach media any more (design §6.4).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from threading import Condition
+
+from forebay.errors import AlreadyExists, InvalidArgument
+from forebay.ids import HostIdentity
+
+__all__ = ["Grant", "GrantTable"]
+
+
+class Grant:
+    """One live grant: `[slba, end)` of a volume for one host. Changed only under the table's lock."""
+
+    __slots__ = ("end", "grant_id", "host", "revoked", "slba", "volume", "writers")
+
+    def __init__(self, grant_id: int, volume: str, host: HostIdentity, slba: int, end: int) -> None:
+        self.grant_id = grant_id
+        self.volume = volume
+        self.host = host
+        self.slba = slba
+        self.end = end
+        self.writers = 0
+        self.revoked = False
+
+
+def _start(grant: Grant) -> int:
+    return grant.slba
+
+
+class GrantTable:
+    """All grants of the target."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._by_id: dict[int, Grant] = {}
+        self._by_volume: dict[str, list[Grant]] = {}  # by slba; also revoked ones that still have writers
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, volume: str, host: HostIdentity, rows: Sequence[tuple[int, int, int]], lba_count: int) -> None:
+        """Add `(grant id, slba, nlb)` rows for one host, all or none.
+
+        A row that is live already, equal in all parts, is left as it is, so that a request whose answer was lost can
+        be sent again. Raises `InvalidArgument` for a range outside the volume and `AlreadyExists` for one that
+        overlaps another grant, live or still draining, or for an id that is taken.
+        """
+        with self._changed:
+            grants = self._by_volume.setdefault(volume, [])
+            fresh: list[Grant] = []
+            for grant_id, slba, nlb in rows:
+                if nlb < 1 or slba < 0 or slba + nlb > lba_count:
+                    raise InvalidArgument(f"grant {grant_id} of {nlb} LBAs at {slba}", field="grants", limit=lba_count)
+                known = self._by_id.get(grant_id)
+                if known is None:
+                    fresh.append(Grant(grant_id, volume, host, slba, slba + nlb))
+                elif known.revoked or (known.volume, known.host, known.slba, known.end) != (
+                    volume,
+                    host,
+                    slba,
+                    slba + nlb,
+                ):
+                    raise AlreadyExists(f"grant id {grant_id} is taken", field="grants")
+            merged = sorted([*grants, *fresh], key=_start)
+            for left, right in pairwise(merged):
+                if left.end > right.slba:
+                    raise AlreadyExists(f"grants {left.grant_id} and {right.grant_id} overlap", field="grants")
+            if len({grant.grant_id for grant in fresh}) != len(fresh):
+                raise AlreadyExists("a grant id stands twice", field="grants")
+            self._by_volume[volume] = merged
+            self._by_id.update((grant.grant_id, grant) for grant in fresh)
+
+    def covers(self, volume: str, host: HostIdentity, slba: int, nlb: int) -> bool:
+        """Whether the host's live grants cover the range without a gap."""
+        with self._changed:
+            return self._covering(volume, host, slba, nlb) is not None
+
+    def begin_write(self, volume: str, host: HostIdentity, slba: int, nlb: int) -> list[Grant] | None:
+        """Count a media write in on the grants that cover it; None if the range is not covered. See `end_write`."""
+        with self._changed:
+            covering = self._covering(volume, host, slba, nlb)
+            for grant in covering or ():
+                grant.writers += 1
+            return covering
+
+    def end_write(self, grants: Iterable[Grant]) -> None:
+        """Count a media write out."""
+        with self._changed:
+            for grant in grants:
+                grant.writers -= 1
+                if grant.revoked and not grant.writers:
+                    self._changed.notify_all()
+
+    def revoke(self, grant_ids: Iterable[int]) -> int:
+        """End grants; returns when no write under them is under way, with how many there were. Unknown ids do nothing.
+
+        A second revoke of a grant that still drains waits for it too.
+        """
+        with self._changed:
+            ending = [grant for grant_id in set(grant_ids) if (grant := self._by_id.get(grant_id)) is not None]
+            return self._end(ending)
+
+    def revoke_all(self, volume: str | None = None) -> int:
+        """`revoke` every grant, of one volume or of all."""
+        with self._changed:
+            return self._end([grant for grant in self._by_id.values() if volume in (None, grant.volume)])
+
+    def _end(self, grants: list[Grant]) -> int:
+        for grant in grants:
+            grant.revoked = True
+        self._changed.wait_for(lambda: not any(grant.writers for grant in grants))
+        for grant in grants:
+            # Two revokes may have waited for the same grant; the first one takes it out.
+            if self._by_id.get(grant.grant_id) is grant:
+                del self._by_id[grant.grant_id]
+                listed = self._by_volume[grant.volume]
+                del listed[bisect_left(listed, grant.slba, key=_start)]
+                if not listed:
+                    del self._by_volume[grant.volume]
+        return len(grants)
+
+    def _covering(self, volume: str, host: HostIdentity, slba: int, nlb: int) -> list[Grant] | None:
+        grants = self._by_volume.get(volume, [])
+        end = slba + nlb
+        at = bisect_right(grants, slba, key=_start) - 1
+        found: list[Grant] = []
+        while 0 <= at < len(grants):
+            grant = grants[at]
+            if not grant.slba <= slba < grant.end or grant.revoked or grant.host != host:
+                return None
+            found.append(grant)
+            slba = grant.end
+            if slba >= end:
+                return found
+            at += 1
+        return None

@@ -1,0 +1,315 @@
+"""The control socket: JSON-RPC 2.0 as SPDK speaks it, JSON objects one after the other on a UNIX socket.
+
+Each connection has a thread. Methods that may wait (for media, for other threads) run in threads of their own, so that
+one slow answer holds up neither the other requests of its connection nor those of another.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Lock, Thread
+from types import EllipsisType
+from typing import Any, Final, NamedTuple
+
+from forebay.errors import AlreadyExists, InvalidArgument
+
+__all__ = ["Method", "Params", "RpcError", "RpcServer"]
+
+log = logging.getLogger(__name__)
+
+PARSE_ERROR: Final = -32700
+INVALID_REQUEST: Final = -32600
+METHOD_NOT_FOUND: Final = -32601
+INVALID_PARAMS: Final = -32602
+INTERNAL_ERROR: Final = -32603
+
+_MAX_REQUEST_BYTES: Final = 16 << 20
+_MAX_WAITING: Final = 64
+"""Requests of one connection whose answers are outstanding."""
+_TOKENS: Final = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[{}\[\]]', re.DOTALL)
+"""Strings, the last one perhaps without its end, and brackets outside of strings."""
+
+
+class RpcError(Exception):
+    """An error answer: SPDK's code (a JSON-RPC code or a negative errno) and message."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+    @classmethod
+    def of_errno(cls, code: int) -> RpcError:
+        """As SPDK reports an errno."""
+        return cls(-code, os.strerror(code))
+
+    @classmethod
+    def invalid_params(cls) -> RpcError:
+        """SPDK's one answer to parameters that do not decode."""
+        return cls(INVALID_PARAMS, "Invalid parameters")
+
+
+class Params:
+    """Typed access to a request's parameters; like SPDK it refuses any that nobody asked for (`finish`)."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def _take(self, name: str, kind: type, default: Any) -> Any:
+        value = self._values.pop(name, None)
+        if value is None:
+            if default is ...:
+                raise RpcError.invalid_params()
+            return default
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise RpcError.invalid_params()
+        return value
+
+    def has(self, name: str) -> bool:
+        """Whether the parameter was given and is not taken yet."""
+        return self._values.get(name) is not None
+
+    def text(self, name: str, default: str | EllipsisType = ...) -> str:
+        """A string; required unless a default is given."""
+        return str(self._take(name, str, default))
+
+    def optional_text(self, name: str) -> str | None:
+        """A string, or None if it is left out."""
+        value: str | None = self._take(name, str, None)
+        return value
+
+    def integer(self, name: str, low: int, high: int, default: int | EllipsisType = ...) -> int:
+        """An integer between `low` and `high`; required unless a default is given."""
+        value: int = self._take(name, int, default)
+        if not low <= value <= high:
+            raise RpcError.invalid_params()
+        return value
+
+    def flag(self, name: str, default: bool | EllipsisType = ...) -> bool:
+        """A boolean; required unless a default is given."""
+        return bool(self._take(name, bool, default))
+
+    def table(self, name: str) -> Params:
+        """A required object."""
+        return Params(self._take(name, dict, ...))
+
+    def rows(self, name: str, width: int) -> list[tuple[int, ...]]:
+        """A required list of lists of `width` non-negative integers below 2^63."""
+        rows: list[Any] = self._take(name, list, ...)
+        for row in rows:
+            if not isinstance(row, list) or len(row) != width:
+                raise RpcError.invalid_params()
+            for value in row:
+                if type(value) is not int or not 0 <= value < 1 << 63:
+                    raise RpcError.invalid_params()
+        return [tuple(row) for row in rows]
+
+    def integers(self, name: str) -> list[int]:
+        """A required list of integers."""
+        values: list[Any] = self._take(name, list, ...)
+        if not all(type(value) is int for value in values):
+            raise RpcError.invalid_params()
+        return values
+
+    def texts(self, name: str) -> list[str] | None:
+        """A list of strings, or None if it is left out."""
+        values: list[Any] | None = self._take(name, list, None)
+        if values is not None and not all(isinstance(value, str) for value in values):
+            raise RpcError.invalid_params()
+        return values
+
+    def ignore(self, *names: str) -> None:
+        """Take parameters of SPDK's that have no meaning here."""
+        for name in names:
+            self._values.pop(name, None)
+
+    def finish(self) -> None:
+        """Refuse what is left."""
+        if self._values:
+            raise RpcError.invalid_params()
+
+
+class Method(NamedTuple):
+    """A method: `run` takes parameters and gives the result; `waits` says that it may take long."""
+
+    run: Callable[[Params], Any]
+    waits: bool = False
+
+
+class _Session:
+    """One connection of a controlling process."""
+
+    def __init__(self, sock: socket.socket, methods: Mapping[str, Method]) -> None:
+        self._sock = sock
+        self._methods = methods
+        self._sending = Lock()
+        self._waiting = 0
+
+    def run(self) -> None:
+        """Read and answer until the peer closes."""
+        text = ""
+        decoder = json.JSONDecoder()
+        pending = b""
+        try:
+            while data := self._sock.recv(1 << 18):
+                pending += data
+                if len(pending) + len(text) > _MAX_REQUEST_BYTES:
+                    self._answer(None, error=RpcError(PARSE_ERROR, "Parse error"))
+                    return
+                if not pending.rstrip().endswith((b"}", b"]")):
+                    if not text and pending.lstrip(b" \t\r\n\0")[:1] not in (b"{", b"[", b""):
+                        self._answer(None, error=RpcError(PARSE_ERROR, "Parse error"))
+                        return
+                    continue  # no object can have ended
+                text += pending.decode("utf-8", "replace")
+                pending = b""
+                while text := text.lstrip(" \t\r\n\0"):
+                    try:
+                        request, end = decoder.raw_decode(text)
+                    except ValueError:
+                        if not _is_open(text):
+                            self._answer(None, error=RpcError(PARSE_ERROR, "Parse error"))
+                            return
+                        break
+                    text = text[end:]
+                    self._request(request)
+        except OSError as error:
+            log.info("control connection: %s", error)
+        finally:
+            self._sock.close()
+
+    def _request(self, request: Any) -> None:
+        if not isinstance(request, dict) or not isinstance(request.get("method"), str):
+            self._answer(None, error=RpcError(INVALID_REQUEST, "Invalid request"))
+            return
+        ident = request.get("id")
+        params = request.get("params") or {}
+        method = self._methods.get(request["method"])
+        if method is None:
+            self._answer(ident, error=RpcError(METHOD_NOT_FOUND, "Method not found"))
+        elif not isinstance(params, dict):
+            self._answer(ident, error=RpcError.invalid_params())
+        elif not method.waits:
+            self._call(ident, method, params)
+        else:
+            with self._sending:
+                self._waiting += 1
+                busy = self._waiting > _MAX_WAITING
+                self._waiting -= busy
+            if busy:
+                self._answer(ident, error=RpcError.of_errno(errno.EBUSY))
+            else:
+                Thread(target=self._call_waiting, args=(ident, method, params), name="rpc call", daemon=True).start()
+
+    def _call_waiting(self, ident: Any, method: Method, params: dict[str, Any]) -> None:
+        try:
+            self._call(ident, method, params)
+        finally:
+            with self._sending:
+                self._waiting -= 1
+
+    def _call(self, ident: Any, method: Method, params: dict[str, Any]) -> None:
+        try:
+            result = method.run(Params(params))
+        except RpcError as error:
+            self._answer(ident, error=error)
+        except InvalidArgument as error:
+            log.warning("%s", error)
+            self._answer(ident, error=RpcError.invalid_params())
+        except AlreadyExists as error:
+            log.warning("%s", error)
+            self._answer(ident, error=RpcError.of_errno(errno.EEXIST))
+        except OSError as error:
+            self._answer(ident, error=RpcError.of_errno(error.errno or errno.EIO))
+        except Exception:
+            # A fault in one method must not end the process that serves the data.
+            log.exception("a control method failed")
+            self._answer(ident, error=RpcError(INTERNAL_ERROR, "Internal error"))
+        else:
+            self._answer(ident, result=result)
+
+    def _answer(self, ident: Any, *, result: Any = None, error: RpcError | None = None) -> None:
+        body: dict[str, Any] = {"jsonrpc": "2.0", "id": ident}
+        if error is None:
+            body["result"] = result
+        else:
+            body["error"] = {"code": error.code, "message": error.message}
+        try:
+            with self._sending:
+                self._sock.sendall(json.dumps(body, separators=(",", ":")).encode())
+        except OSError as failure:
+            log.info("control connection: an answer was not taken: %s", failure)
+
+
+def _is_open(text: str) -> bool:
+    """Whether the first JSON value of `text` may still be completed: a bracket is open."""
+    if text[0] not in "{[":
+        return False
+    depth = 0
+    for token in _TOKENS.finditer(text):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token.group()[0], 0)
+        if depth <= 0:
+            return False
+    return True
+
+
+class RpcServer:
+    """Listens on a UNIX socket that only its owner may use."""
+
+    def __init__(self, path: Path, methods: Mapping[str, Method]) -> None:
+        """Raises OSError, EADDRINUSE if another process answers there."""
+        self._path = path
+        self._methods = methods
+        _remove_stale(path)
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        mask = os.umask(0o177)
+        try:
+            self._sock.bind(str(path))
+        finally:
+            os.umask(mask)
+        self._sock.listen(64)
+        self._closed = False
+        self._thread = Thread(target=self._run, name="rpc", daemon=True)
+
+    def start(self) -> None:
+        """Answer from now on."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:
+                if self._closed:
+                    return
+                log.exception("accept on the control socket")
+                continue
+            Thread(target=_Session(sock, self._methods).run, name="rpc session", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening and remove the socket."""
+        self._closed = True
+        self._sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._sock.close()
+        self._path.unlink(missing_ok=True)
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a socket that a killed process left behind; EADDRINUSE if someone answers on it."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            return
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), str(path))
