@@ -19,7 +19,7 @@ from forebay.proto import forebay_pb2 as pb
 
 __all__ = ["AdminCalls"]
 
-_FIELDS = ("quota_bytes", "durability", "eviction", "min_generation", "retention_ms")
+_FIELDS = ("quota_bytes", "durability", "eviction", "min_generation", "retention_ms", "ttl_ms")
 _DEFAULT_DEADLINE_MS = 60_000
 
 Request = TypeVar("Request", bound=Message)
@@ -39,6 +39,7 @@ class AdminCalls:
             self._method("CreateNamespace", pb.CreateNamespaceRequest, self.create_namespace),
             self._method("UpdateNamespace", pb.UpdateNamespaceRequest, self.update_namespace),
             self._method("DeleteNamespace", pb.DeleteNamespaceRequest, self.delete_namespace),
+            self._method("SetScopeQuota", pb.SetScopeQuotaRequest, self.set_scope_quota),
             self._method("ListNamespaces", pb.ListNamespacesRequest, self.list_namespaces),
             self._method("CreatePrincipal", pb.CreatePrincipalRequest, self.create_principal),
             self._method("RotateToken", pb.RotateTokenRequest, self.rotate_token),
@@ -81,6 +82,9 @@ class AdminCalls:
         blocks, size = await self._node.delete_namespace(request.name, force=request.force)
         return pb.DeleteNamespaceReply(blocks=blocks, bytes=size)
 
+    async def set_scope_quota(self, request: pb.SetScopeQuotaRequest) -> pb.NamespaceInfo:
+        return self._info(await self._node.set_scope_quota(request.name, request.scope, request.quota_bytes))
+
     async def list_namespaces(self, request: pb.ListNamespacesRequest) -> pb.ListNamespacesReply:
         shown = sorted((n for n in self._node.state.namespaces if not n.deleting), key=lambda n: n.full_name)
         return pb.ListNamespacesReply(namespaces=[self._info(n) for n in shown])
@@ -99,6 +103,7 @@ class AdminCalls:
                 eviction=namespace.eviction,
                 min_generation=namespace.min_generation,
                 retention_ms=namespace.retention_ms,
+                ttl_ms=namespace.ttl_ms,
             ),
             id=namespace.id,
             used_bytes=space.used_bytes(namespace.id),
@@ -108,6 +113,10 @@ class AdminCalls:
             sessions=sum(s.namespace == namespace.id for s in self._node.sessions),
             created_unix_ms=namespace.created_ms,
             pending_bytes=self._node.writes.pending_bytes(namespace.id),
+            scopes=[
+                pb.ScopeUsage(scope=name, quota_bytes=quota, used_bytes=used)
+                for name, quota, used in self._node.scope_usage(namespace.id)
+            ],
         )
 
     # ------------------------------------------------------------------------------------------------ principals

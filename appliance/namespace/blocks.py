@@ -44,7 +44,7 @@ from forebay.ids import (
     split_stored_key,
     stored_prefix,
 )
-from forebay.index import BlockIndex, Rows, RowState
+from forebay.index import ABSENT, BlockIndex, Rows, RowState
 from forebay.schema import Schema
 
 __all__ = ["BlockStat", "Blocks", "Engine", "ListedBlock", "Located", "owner_key"]
@@ -53,6 +53,7 @@ _log = logging.getLogger(__name__)
 _OWNER_KEY = struct.Struct(">IQ")
 _MAX_LEASES_PER_BLOCK = 60_000
 _VERIFY_BATCH = 64
+_RETIRE_BATCH = 1024
 
 Status = npt.NDArray[np.uint16]
 
@@ -120,6 +121,8 @@ class Blocks:
         self._next_lease = int.from_bytes(engine.random(4), "little") << 16
         self._undurable: set[int] = set()  # retired rows whose delete is not in the log yet
         self._schemas: dict[bytes, Schema] = {}
+        self.suspects_left = True
+        """Whether there may be blocks to verify."""
 
     # ------------------------------------------------------------------------------------------------ finding
 
@@ -134,12 +137,22 @@ class Blocks:
                 limit=namespace.min_generation,
             )
 
-    def find(self, session: Session, keys: Sequence[BlockKey]) -> tuple[list[StoredKey], npt.NDArray[np.uint64], Rows]:
-        """Stored keys, digests and rows of a batch."""
+    def find(
+        self, session: Session, keys: Sequence[BlockKey], *, expired: bool = False
+    ) -> tuple[list[StoredKey], npt.NDArray[np.uint64], Rows]:
+        """Stored keys, digests and rows of a batch; a block whose time to live is over only by ``expired``."""
         self.admit(session)
         stored = session.stored_keys(keys)
         digests = self._e.index.digests(stored)
-        return stored, digests, self._e.index.find(digests)
+        rows = self._e.index.find(digests)
+        return stored, digests, rows if expired else self._fresh(rows, session)
+
+    def _fresh(self, rows: Rows, session: Session) -> Rows:
+        """``rows`` with `ABSENT` in place of expired ones; free of cost where no block expires."""
+        if session.access.namespace.ttl_ms:
+            expires_s = self._e.index.expires_s[rows]
+            rows[(rows >= 0) & (expires_s > 0) & (expires_s <= self._e.clock.wall_ms() // 1000)] = ABSENT
+        return rows
 
     def match(self, session: Session, keys: Sequence[BlockKey]) -> tuple[Status, dict[int, int], int]:
         """Presence of each key (0 or an error code), length of each group's present prefix, bytes of what is present.
@@ -173,7 +186,7 @@ class Blocks:
         suspects = np.flatnonzero((rows >= 0) & (index.state[rows] == RowState.SUSPECT))
         if suspects.size:
             bad = await self.verify(rows[suspects], [stored[i] for i in suspects.tolist()])
-            rows = index.find(digests)  # others moved while the target read
+            rows = self._fresh(index.find(digests), session)  # others moved while the target read
             status = np.where(rows >= 0, OK, Absent.code).astype(np.uint16)
             still = (rows >= 0) & (index.state[rows] == RowState.SUSPECT)
             status[still] = Unavailable.code if bad is None else Absent.code
@@ -297,7 +310,7 @@ class Blocks:
                 cursor = page[-1][0][len(head) :]
                 break
             page.append((StoredKey(key), Record.decode(value)))
-        rows = self._e.index.find(self._e.index.digests([key for key, _ in page]))
+        rows = self._fresh(self._e.index.find(self._e.index.digests([key for key, _ in page])), session)
         listed = [
             ListedBlock(key[len(head) :], record.value_bytes, record.created_ms)
             for (key, record), row in zip(page, rows.tolist(), strict=True)
@@ -330,8 +343,8 @@ class Blocks:
     async def retire(self, rows: Rows, stored_keys: Sequence[StoredKey], why: str) -> None:
         """End blocks: not found from now on, deleted durably, their extents free once leases have ended too.
 
-        ``why`` is one of ``deleted | evicted | bad | stale | cleared``. When metadata cannot be written the blocks stay
-        unfindable and their extents stay taken until the next start, which finds the records again.
+        ``why`` is one of ``deleted | evicted | bad | stale | expired | cleared``. When metadata cannot be written the
+        blocks stay unfindable and their extents stay taken until the next start, which finds the records again.
         """
         e, index = self._e, self._e.index
         ops = []
@@ -359,10 +372,45 @@ class Blocks:
         over = np.array([r for r in over.tolist() if r not in self._undurable], dtype=np.int64)
         if not over.size:
             return
-        columns = (index.volume[over].tolist(), index.offset[over].tolist(), index.length[over].tolist())
-        for volume, offset, length in zip(*columns, strict=True):
-            self._e.space.give(Extent(VolumeId(volume), offset, length))
+        columns = (index.volume[over], index.offset[over], index.length[over], index.scope[over])
+        for volume, offset, length, scope in zip(*(c.tolist() for c in columns), strict=True):
+            self._e.space.give(Extent(VolumeId(volume), offset, length), scope)
         index.free(over)
+
+    async def retire_expired(self, session: Session, keys: Sequence[BlockKey]) -> None:
+        """Make way for new blocks under keys whose old ones have outlived their time."""
+        if not session.access.namespace.ttl_ms:
+            return
+        stored, digests, rows = self.find(session, keys)
+        linked = self._e.index.find(digests)
+        over = np.flatnonzero((rows < 0) & (linked >= 0))
+        if over.size:
+            await self.retire(linked[over], [stored[i] for i in over.tolist()], "expired")
+
+    async def reclaim(self, minimum: dict[int, int], budget_bytes: int) -> int:
+        """Retire blocks that expired or whose generation is below the ``minimum`` of their namespace, oldest first.
+
+        One batch, of no more than ``budget_bytes``; how many bytes it took. A pin does not keep a block from its end.
+        """
+        index, high = self._e.index, self._e.index.high
+        now_s = self._e.clock.wall_ms() // 1000
+        state = index.state[:high]
+        found = (state == RowState.VISIBLE) | (state == RowState.SUSPECT)
+        expires_s = index.expires_s[:high]
+        expired = found & (expires_s > 0) & (expires_s <= now_s)
+        stale = np.zeros(high, bool)
+        for namespace, generation in minimum.items():
+            stale |= (index.namespace[:high] == namespace) & (index.generation[:high] < generation)
+        why, rows = "expired", np.flatnonzero(expired)
+        if not rows.size:
+            why, rows = "stale", np.flatnonzero(found & stale)
+        rows = rows[np.argsort(index.tick[rows], kind="stable")][:_RETIRE_BATCH]
+        rows = rows[np.cumsum(index.length[rows], dtype=np.uint64) <= budget_bytes]
+        if rows.size:
+            size = int(index.length[rows].sum(dtype=np.uint64))
+            await self.retire(rows, self.keys_of(rows), why)
+            return size
+        return 0
 
     # ------------------------------------------------------------------------------------------------ verification
 
@@ -407,9 +455,12 @@ class Blocks:
     async def verify_some(self) -> int:
         """Verify a few suspects in the background; how many were looked at."""
         index = self._e.index
+        if not self.suspects_left:
+            return 0
         suspects = np.flatnonzero(index.state[: index.high] == RowState.SUSPECT)[:_VERIFY_BATCH]
         if suspects.size:
             await self.verify(suspects, self.keys_of(suspects))
+        self.suspects_left = bool(suspects.size)
         return len(suspects)
 
     def _ranges(self, row: int, stored: StoredKey) -> Sequence[tuple[int, int, int]]:

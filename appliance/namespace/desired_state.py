@@ -18,7 +18,7 @@ from forebay.appliance.namespace.store import Op, Store
 from forebay.errors import AlreadyExists, InvalidArgument, MetadataCorrupt, NotFound
 from forebay.ids import VolumeId
 
-__all__ = ["DesiredState", "Eviction", "Grant", "Namespace", "Principal", "Scope", "Volume", "check_name"]
+__all__ = ["DesiredState", "Eviction", "Grant", "Namespace", "Principal", "Scope", "ScopeQuota", "Volume", "check_name"]
 
 _NAME_LIMIT = 64
 _NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
@@ -44,6 +44,7 @@ class Namespace:
     eviction: str = Eviction.LRU
     min_generation: int = 0
     retention_ms: int = 0
+    ttl_ms: int = 0
     deleting: bool = False
 
     @property
@@ -107,6 +108,19 @@ class Scope:
     @property
     def key(self) -> str:
         return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeQuota:
+    """The most bytes that blocks of one scope may take in one namespace."""
+
+    namespace: int
+    scope: int
+    quota_bytes: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.namespace}/{self.scope}"
 
 
 class _Row(Protocol):
@@ -186,6 +200,7 @@ class DesiredState:
         self.volumes = _Table(store, "volume", Volume)
         self.principals = _Table(store, "principal", Principal)
         self.scopes = _Table(store, "scope", Scope)
+        self.scope_quotas = _Table(store, "scope_quota", ScopeQuota)
         self._store = store
         self._next_id = int.from_bytes(store.get("meta", b"next_id") or b"\x01", "big")
 

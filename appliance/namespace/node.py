@@ -20,7 +20,15 @@ from forebay.appliance.dataplane.interface import Barrier, EndpointInfo, Target,
 from forebay.appliance.dataplane.volumes import FileVolumes, VolumeLabel, volume_size_bytes
 from forebay.appliance.namespace.acl import Acl
 from forebay.appliance.namespace.blocks import Blocks, Engine
-from forebay.appliance.namespace.desired_state import DesiredState, Eviction, Namespace, Principal, Volume, check_name
+from forebay.appliance.namespace.desired_state import (
+    DesiredState,
+    Eviction,
+    Namespace,
+    Principal,
+    ScopeQuota,
+    Volume,
+    check_name,
+)
 from forebay.appliance.namespace.events import EventLog, Waiters
 from forebay.appliance.namespace.eviction import Lru
 from forebay.appliance.namespace.meta import NodeMeta
@@ -65,6 +73,7 @@ class NodeLimits:
     write_ttl_ms: int = 30_000
     max_sessions: int = 4_096
     max_blocks: int = 1 << 24
+    reclaim_bytes_per_s: int = 1 << 30
     watermarks: Watermarks = field(default_factory=Watermarks)
 
 
@@ -81,11 +90,13 @@ class Node:
         self.acl = Acl(state)
         self.sessions = SessionTable(engine.clock, engine.random, limits.max_sessions)
         self.blocks = Blocks(engine)
-        self.room = Room(engine, self.blocks, limits.watermarks)
+        self.room = Room(engine, self.blocks, state, limits.watermarks)
         self.writes = Writes(engine, self.blocks, self.room, 0)
         self.recovered = Recovered(0, 0, 0, 0)
         self._files = files
         self._admin = asyncio.Lock()
+        self._reclaimed_ms = engine.clock.monotonic_ms()
+        self._reclaim_budget = 0
 
     @classmethod
     async def open(
@@ -313,7 +324,30 @@ class Node:
                 await e.space.drop_volume(volume.id)
             self._files[volume.drive].remove(volume.id)
             await self.state.volumes.remove(volume.key)
+        for quota in self.state.scope_quotas:
+            if quota.namespace == namespace.id:
+                await self.state.scope_quotas.remove(quota.key)
         await self.state.namespaces.remove(namespace.key)
+
+    async def set_scope_quota(self, full_name: str, scope: str, quota_bytes: int) -> Namespace:
+        """Bound what blocks of one scope may take; 0 lifts the bound."""
+        async with self._admin:
+            namespace = self._namespace(full_name)
+            if quota_bytes >= 1 << 62:
+                raise InvalidArgument(f"quota_bytes {quota_bytes}", field="quota_bytes", limit="0 to 2^62")
+            quota = ScopeQuota(namespace.id, await self.state.scope_id(scope), quota_bytes)
+            if quota_bytes:
+                await self.state.scope_quotas.put(quota)
+            else:
+                await self.state.scope_quotas.remove(quota.key)
+        return namespace
+
+    def scope_usage(self, namespace: int) -> list[tuple[str, int, int]]:
+        """Scopes of a namespace that use space or have a quota: name, quota in bytes (0: none), bytes in use."""
+        quotas = {q.scope: q.quota_bytes for q in self.state.scope_quotas if q.namespace == namespace}
+        used = self.engine.space.scopes_of(namespace)
+        names = {s.id: s.name for s in self.state.scopes} | {0: "default"}
+        return [(names.get(s, str(s)), quotas.get(s, 0), used.get(s, 0)) for s in sorted(quotas.keys() | used.keys())]
 
     def _namespace(self, full_name: str) -> Namespace:
         namespace = self.state.namespace(full_name)
@@ -437,7 +471,23 @@ class Node:
             for namespace in self.state.namespaces:
                 if namespace.deleting:
                     await self._attempt(self._finish_delete(namespace))
+        await self._reclaim()
         return bool(await self.blocks.verify_some())
+
+    async def _reclaim(self) -> None:
+        """Give back blocks that nobody can ask for any more, no faster than the configured rate."""
+        namespaces = list(self.state.namespaces)
+        minimum = {n.id: n.min_generation for n in namespaces if n.min_generation}
+        now_ms = self.engine.clock.monotonic_ms()
+        elapsed_ms, self._reclaimed_ms = now_ms - self._reclaimed_ms, now_ms
+        if minimum or any(n.ttl_ms for n in namespaces):
+            rate = self.limits.reclaim_bytes_per_s
+            # unused budget is kept for a second, so that a block larger than one round's share goes too
+            self._reclaim_budget = min(self._reclaim_budget + rate * elapsed_ms // 1000, rate)
+            taken = -1
+            while taken and self._reclaim_budget > 0:
+                taken = await self.blocks.reclaim(minimum, self._reclaim_budget)
+                self._reclaim_budget -= taken
 
     async def release_empty_regions(self) -> None:
         """Give regions without blocks back: what an earlier stop left, and what deletes emptied."""
@@ -474,7 +524,7 @@ def _checked(namespace: Namespace) -> Namespace:
     """Refuse options out of range, naming the field."""
     if namespace.eviction not in tuple(Eviction):
         raise InvalidArgument(f"eviction {namespace.eviction!r}", field="eviction", limit=", ".join(Eviction))
-    for name in ("quota_bytes", "min_generation", "retention_ms"):
+    for name in ("quota_bytes", "min_generation", "retention_ms", "ttl_ms"):
         if not 0 <= getattr(namespace, name) < 1 << 62:
             raise InvalidArgument(f"{name} {getattr(namespace, name)}", field=name, limit="0 to 2^62")
     if namespace.durability not in (0, 1, 2):

@@ -22,9 +22,10 @@ offset type field
 56     u64  sequence of the commit
 64     u64  created, Unix ms
 72     u64  retain until, Unix ms, 0 for none
-80     u32  tail length in bytes
-84     u32  CRC-32C of the whole record with this field zero
-88          tile checksums (tiles × width), shards (count × size), tail (CBOR map: ``d`` describe, ``h`` hints)
+80     u64  expires, Unix ms, 0 for never
+88     u32  tail length in bytes
+92     u32  CRC-32C of the whole record with this field zero
+96          tile checksums (tiles × width), shards (count × size), tail (CBOR map: ``d`` describe, ``h`` hints)
 ====== ==== =============================================================
 
 Little-endian. Upgrade rule: a reader takes every version up to its own; a version's prefix never changes once
@@ -52,10 +53,10 @@ RECORD_VERSION = 1
 FLUSHED = 1
 PINNED = 2
 
-PREFIX = struct.Struct("<BBBBHH16sIBBHQQQQQQII")
-assert PREFIX.size == 88
+PREFIX = struct.Struct("<BBBBHH16sIBBHQQQQQQQII")
+assert PREFIX.size == 96
 _CRC = struct.Struct("<I")
-_CRC_AT = 84
+_CRC_AT = 92
 
 PREFIX_DTYPE = np.dtype(
     [
@@ -76,6 +77,7 @@ PREFIX_DTYPE = np.dtype(
         ("sequence", "<u8"),
         ("created_ms", "<u8"),
         ("retain_until_ms", "<u8"),
+        ("expires_ms", "<u8"),
         ("tail_bytes", "<u4"),
         ("crc", "<u4"),
     ]
@@ -104,6 +106,7 @@ class Record:
     sequence: int
     created_ms: int
     retain_until_ms: int = 0
+    expires_ms: int = 0
     flags: int = 0
     checksum_kind: int = CRC32C
     tail: bytes = b""
@@ -130,6 +133,7 @@ class Record:
                 self.sequence,
                 self.created_ms,
                 self.retain_until_ms,
+                self.expires_ms,
                 len(self.tail),
                 0,
             )
@@ -146,7 +150,7 @@ class Record:
             raise DataDirNewer(f"record version {data[0]}", field="record.version", limit=RECORD_VERSION)
         fields = PREFIX.unpack_from(data)
         version, kind, width, policy, flags, tiles, write_id, volume, shards, shard_bytes, _ = fields[:11]
-        offset, length, value, sequence, created, retain, tail_bytes, crc = fields[11:]
+        offset, length, value, sequence, created, retain, expires, tail_bytes, crc = fields[11:]
         tail_at = PREFIX.size + tiles * width + shards * shard_bytes
         zeroed = data[:_CRC_AT] + bytes(4)
         if len(data) != tail_at + tail_bytes or crc32c(data[PREFIX.size :], crc32c(zeroed)) != crc:
@@ -163,6 +167,7 @@ class Record:
             sequence,
             created,
             retain,
+            expires,
             flags,
             kind,
             data[tail_at:],

@@ -81,14 +81,14 @@ def _sound(engine: Engine, known: set[int], stored: bytes, value: bytes) -> Reco
     """The record, its extent now owned; None if it cannot stand."""
     try:
         record = Record.decode(value)
-        namespace = split_stored_key(stored)[0]
+        namespace, _, _, block = split_stored_key(stored)
     except (MetadataCorrupt, struct.error) as error:
         _log.error("a block record is dropped: %s", error)
         return None
     if namespace not in known:
         return None
     volume = engine.space.volumes.get(record.extent.volume)
-    if volume is None or volume.namespace != namespace or not engine.space.adopt(record.extent):
+    if volume is None or volume.namespace != namespace or not engine.space.adopt(record.extent, block.scope):
         _log.error("a block record is dropped: %s cannot be its extent", record.extent)
         return None
     return record
@@ -110,6 +110,8 @@ def _insert(
         length=[r.extent.length_bytes for r in records],
         value_length=[r.value_bytes for r in records],
         retain_until_s=[r.retain_until_ms // 1000 for r in records],
+        expires_s=[r.expires_ms // 1000 for r in records],
+        scope=[part[3].scope for part in parts],
         state=np.where(doubtful, RowState.SUSPECT, RowState.VISIBLE),
         flags=[r.flags for r in records],
     )

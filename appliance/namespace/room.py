@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forebay.appliance.namespace.blocks import Blocks, Engine
-from forebay.appliance.namespace.desired_state import Eviction, Namespace
+from forebay.appliance.namespace.desired_state import DesiredState, Eviction, Namespace
 from forebay.appliance.namespace.records import PINNED
 from forebay.errors import OK, ForebayError, NoSpace, QuotaExceeded
 from forebay.ids import Extent
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _MIN_VICTIMS = 64
 _EVICT_AHEAD = 16
 _AHEAD_BATCH = 256
-_ANY_SLOT = 0  # victims of every slot size: a quota is in bytes
+_ANY = -1  # victims of every slot size (a quota is in bytes), or of every scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +41,74 @@ class Watermarks:
     low: float = 0.95
 
 
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """Who needs room, and whose blocks may go for it: of one slot size or any, of one scope or any."""
+
+    namespace: Namespace
+    slot_bytes: int
+    scope: int = _ANY
+
+
 class Room:
     """Extents for writers, by evicting if need be."""
 
-    def __init__(self, engine: Engine, blocks: Blocks, watermarks: Watermarks) -> None:
+    def __init__(self, engine: Engine, blocks: Blocks, state: DesiredState, watermarks: Watermarks) -> None:
         self._e = engine
         self._blocks = blocks
+        self._state = state
         self._watermarks = watermarks
         self._ahead: dict[int, asyncio.Task[None]] = {}
         self._locks: dict[int, asyncio.Lock] = {}
         # victims found by one scan, oldest first, with the tick they had: checked again when their turn comes
-        self._victims: dict[tuple[int, int], deque[tuple[int, int]]] = {}
+        self._victims: dict[tuple[int, int, int], deque[tuple[int, int]]] = {}
 
-    async def take(self, namespace: Namespace, slot_bytes: int, want: int) -> tuple[list[Extent], int]:
+    async def take(self, namespace: Namespace, scope: int, slot_bytes: int, want: int) -> tuple[list[Extent], int]:
         """Up to ``want`` extents of that slot size, and the error code that says why there are no more (0: all)."""
         lock = self._locks.setdefault(namespace.id, asyncio.Lock())
+        taken: list[Extent] = []
         async with lock:
-            taken = await self._take(namespace, slot_bytes, want)
+            try:
+                why = await self._take(namespace, scope, slot_bytes, want, taken)
+            except BaseException:
+                for extent in taken:
+                    self._e.space.give(extent, scope)
+                raise
         if namespace.id not in self._ahead and self._excess_bytes(namespace, self._watermarks.high) > 0:
             task = self._ahead[namespace.id] = asyncio.create_task(self._evict_ahead(namespace))
             task.add_done_callback(lambda _: self._ahead.pop(namespace.id, None))
-        return taken
+        return taken, why
+
+    async def _take(self, namespace: Namespace, scope: int, slot_bytes: int, want: int, taken: list[Extent]) -> int:
+        space = self._e.space
+        quota = self._state.scope_quotas.get(f"{namespace.id}/{scope}")
+        while len(taken) < want:
+            rest = want - len(taken)
+            mine = _slots(quota.quota_bytes - space.scope_bytes(namespace.id, scope), slot_bytes) if quota else rest
+            if mine < rest and await self._evict(_Need(namespace, _ANY, scope), rest - mine):
+                continue
+            all_ = _slots(namespace.quota_bytes - space.used_bytes(namespace.id), slot_bytes)
+            if not namespace.quota_bytes:
+                all_ = rest
+            elif all_ < rest and await self._evict(_Need(namespace, _ANY), rest - all_):
+                continue
+            allowed = min(mine, all_, rest)
+            if allowed <= 0:
+                return QuotaExceeded.code
+            got = space.take(namespace.id, scope, slot_bytes, allowed)
+            if got:
+                taken += got
+            elif not (
+                await space.claim(namespace.id, slot_bytes)
+                or await self._reclaim_and_claim(namespace.id, slot_bytes)
+                or await self._evict(_Need(namespace, slot_bytes), rest)
+                or await self._clear_region(namespace, slot_bytes)
+            ):
+                return NoSpace.code
+        return OK
+
+    async def _reclaim_and_claim(self, namespace: int, slot_bytes: int) -> bool:
+        return await self._e.space.reclaim(namespace) and await self._e.space.claim(namespace, slot_bytes)
 
     # ------------------------------------------------------------------------------------------------ ahead of need
 
@@ -82,41 +129,10 @@ class Room:
                     return
                 count = min(-(-excess // tightest), _AHEAD_BATCH)
                 async with self._locks[namespace.id]:
-                    if not await self._evict(namespace, tightest, count):
+                    if not await self._evict(_Need(namespace, tightest), count):
                         return
         except ForebayError as error:
             _log.warning("namespace %s: eviction ahead of need stopped: %s", namespace.full_name, error)
-
-    async def _take(self, namespace: Namespace, slot_bytes: int, want: int) -> tuple[list[Extent], int]:
-        space = self._e.space
-        taken: list[Extent] = []
-        while len(taken) < want:
-            rest = want - len(taken)
-            allowed = self._allowed(namespace, slot_bytes)
-            if allowed < rest and await self._evict(namespace, _ANY_SLOT, rest - allowed):
-                continue
-            if allowed <= 0:
-                return taken, QuotaExceeded.code
-            got = space.take(namespace.id, slot_bytes, min(rest, allowed))
-            if got:
-                taken += got
-            elif not (
-                await space.claim(namespace.id, slot_bytes)
-                or await self._reclaim_and_claim(namespace.id, slot_bytes)
-                or await self._evict(namespace, slot_bytes, rest)
-                or await self._clear_region(namespace, slot_bytes)
-            ):
-                return taken, NoSpace.code
-        return taken, OK
-
-    def _allowed(self, namespace: Namespace, slot_bytes: int) -> int:
-        """Slots that the quota still admits."""
-        if not namespace.quota_bytes:
-            return 1 << 40
-        return (namespace.quota_bytes - self._e.space.used_bytes(namespace.id)) // slot_bytes
-
-    async def _reclaim_and_claim(self, namespace: int, slot_bytes: int) -> bool:
-        return await self._e.space.reclaim(namespace) and await self._e.space.claim(namespace, slot_bytes)
 
     # ------------------------------------------------------------------------------------------------ eviction
 
@@ -129,46 +145,45 @@ class Room:
         evictable: Rows = rows[found & free]
         return evictable
 
-    async def _evict(self, namespace: Namespace, slot_bytes: int, count: int) -> bool:
-        """Evict ``count`` blocks of a slot size or of any, and some more for the next writers; False if none can go."""
-        if namespace.eviction == Eviction.NONE:
+    async def _evict(self, need: _Need, count: int) -> bool:
+        """Evict ``count`` blocks, some more for the next writers to come; False if none could go."""
+        if need.namespace.eviction == Eviction.NONE:
             return False
-        victims = self._next_victims(namespace, slot_bytes, max(count, _EVICT_AHEAD))
+        victims = self._next_victims(need, max(count, _EVICT_AHEAD))
         if not victims.size:
             return False
         await self._blocks.retire(victims, self._blocks.keys_of(victims), "evicted")
         return True
 
-    def _next_victims(self, namespace: Namespace, slot_bytes: int, count: int) -> Rows:
-        index = self._e.index
-        waiting = self._victims.setdefault((namespace.id, slot_bytes), deque())
-        chosen: list[int] = []
+    def _next_victims(self, need: _Need, count: int) -> Rows:
+        waiting = self._victims.setdefault((need.namespace.id, need.slot_bytes, need.scope), deque())
+        chosen: dict[int, None] = {}
         for scan in (False, True):
             if scan:
-                waiting.extend(self._scan(namespace, slot_bytes, count))
+                waiting.extend(self._scan(need, count))
             while waiting and len(chosen) < count:
                 row, tick = waiting.popleft()
-                same = (
-                    index.tick[row] == tick
-                    and index.namespace[row] == namespace.id
-                    and slot_bytes in (index.length[row], _ANY_SLOT)
-                    and row not in chosen
-                )
-                if same and self._evictable(np.array([row])).size:
-                    chosen.append(row)
+                if self._e.index.tick[row] == tick and self._candidates(need, np.array([row])).size:
+                    chosen[row] = None
             if chosen:
                 break
-        return np.array(chosen, dtype=np.int64)
+        return np.array(list(chosen), dtype=np.int64)
 
-    def _scan(self, namespace: Namespace, slot_bytes: int, count: int) -> list[tuple[int, int]]:
-        """The next victims of a slot size by the policy; blocks of generations below the minimum come first."""
+    def _candidates(self, need: _Need, rows: Rows) -> Rows:
+        """Those of ``rows`` that may go for this need."""
+        index = self._e.index
+        mine = index.namespace[rows] == need.namespace.id
+        if need.slot_bytes != _ANY:
+            mine &= index.length[rows] == need.slot_bytes
+        if need.scope != _ANY:
+            mine &= index.scope[rows] == need.scope
+        return self._evictable(rows[mine])
+
+    def _scan(self, need: _Need, count: int) -> list[tuple[int, int]]:
+        """The next victims by the policy; blocks of generations below the minimum come first."""
         index, now_s = self._e.index, self._e.clock.wall_ms() // 1000
-        high = index.high
-        mine = index.namespace[:high] == namespace.id
-        if slot_bytes != _ANY_SLOT:
-            mine &= index.length[:high] == slot_bytes
-        rows = self._evictable(np.flatnonzero(mine))
-        stale = index.generation[rows] < namespace.min_generation
+        rows = self._candidates(need, np.arange(index.high))
+        stale = index.generation[rows] < need.namespace.min_generation
         # one scan serves many evictions, so that its cost is shared by a fixed part of the candidates
         count = max(count, _MIN_VICTIMS, len(rows) // 64)
         fresh = self._e.policy.victims(index, rows[~stale], count, now_s)
@@ -199,3 +214,7 @@ class Room:
         if best[1].size:
             await self._blocks.retire(best[1], self._blocks.keys_of(best[1]), "evicted")
         return await self._reclaim_and_claim(namespace.id, slot_bytes)
+
+
+def _slots(size_bytes: int, slot_bytes: int) -> int:
+    return max(0, size_bytes) // slot_bytes

@@ -83,8 +83,10 @@ class PendingWrite:
     layout: TileLayout
     policy: Durability
     deadline_ms: int
-    tail: bytes
-    retain_until_ms: int
+    scope: int = 0
+    tail: bytes = b""
+    retain_until_ms: int = 0
+    expires_ms: int = 0
     extent: Extent | None = None
     hosts: tuple[HostIdentity, ...] = ()
     grants: tuple[GrantId, ...] = ()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -61,6 +62,7 @@ class Space:
         self.specs: dict[VolumeId, VolumeSpec] = {}
         self.maps: dict[VolumeId, ExtentMap] = {}
         self._changing = asyncio.Lock()
+        self._scoped: Counter[tuple[int, int]] = Counter()
 
     # ------------------------------------------------------------------------------------------------ volumes
 
@@ -109,8 +111,16 @@ class Space:
                 total[1] += region.slots
         return min(totals, key=lambda s: totals[s][0] / totals[s][1], default=None)
 
-    def take(self, namespace: int, slot_bytes: int, want: int) -> list[Extent]:
-        """Up to ``want`` free extents of claimed regions, consecutive where possible."""
+    def scope_bytes(self, namespace: int, scope: int) -> int:
+        """Bytes of extents that blocks of one scope own, counted as in `used_bytes`."""
+        return self._scoped[namespace, scope]
+
+    def scopes_of(self, namespace: int) -> dict[int, int]:
+        """Bytes in use by each scope of a namespace that uses any."""
+        return {scope: used for (owner, scope), used in self._scoped.items() if owner == namespace and used}
+
+    def take(self, namespace: int, scope: int, slot_bytes: int, want: int) -> list[Extent]:
+        """Up to ``want`` free extents of claimed regions, consecutive where possible, now owned by the scope."""
         taken: list[Extent] = []
         maps = [self.maps[v.id] for v in self.volumes_of(namespace)]
         while len(taken) < want:
@@ -118,16 +128,21 @@ class Space:
             if extents is None or not extents.free_slots(slot_bytes):
                 break
             taken += extents.take(slot_bytes, want - len(taken))
+        self._scoped[namespace, scope] += slot_bytes * len(taken)
         return taken
 
-    def give(self, extent: Extent) -> None:
-        """Take an extent back; all that design §6.4 asks has happened."""
+    def give(self, extent: Extent, scope: int) -> None:
+        """Take an extent back from its scope; all that design §6.4 asks has happened."""
         self.maps[extent.volume].give(extent)
+        self._scoped[self.volumes[extent.volume].namespace, scope] -= extent.length_bytes
 
-    def adopt(self, extent: Extent) -> bool:
+    def adopt(self, extent: Extent, scope: int) -> bool:
         """Mark an extent that a record owns; False if it cannot be owned by it."""
         extents = self.maps.get(extent.volume)
-        return extents is not None and extents.adopt(extent)
+        if extents is None or not extents.adopt(extent):
+            return False
+        self._scoped[self.volumes[extent.volume].namespace, scope] += extent.length_bytes
+        return True
 
     # ------------------------------------------------------------------------------------------------ regions
 

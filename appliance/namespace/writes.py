@@ -55,7 +55,7 @@ from forebay.schema import TileLayout
 __all__ = ["Allocation", "TileSum", "Writes", "encode_tail"]
 
 _log = logging.getLogger(__name__)
-_MAX_TICKED = 1 << 32
+_MAX_TICKED_MS = ((1 << 32) - 1) * 1000  # the index keeps seconds in 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,8 @@ class Writes:
         """Give each key an extent to write, or say that it is present, pending, or that there is no room."""
         check_keys(keys, unique=True)
         layouts = [self._layout(session, key, value_bytes[i] if value_bytes else None) for i, key in enumerate(keys)]
-        stored, digests, rows = self._blocks.find(session, keys)
+        await self._blocks.retire_expired(session, keys)
+        stored, digests, rows = self._blocks.find(session, keys, expired=True)
         status = [OK if row < 0 else AlreadyExists.code for row in rows.tolist()]
         deadline_ms = self._e.clock.monotonic_ms() + ttl_ms
         writes: dict[int, PendingWrite] = {}
@@ -135,7 +136,9 @@ class Writes:
             if digest in self._by_digest:
                 status[i] = Pending.code
                 continue
-            write = self._new_write(session, stored[i], digest, layouts[i], deadline_ms, tails[i], retain_until_ms)
+            write = self._new_write(session, stored[i], digest, layouts[i], deadline_ms)
+            write.scope, write.tail = keys[i].scope, tails[i]
+            write.retain_until_ms = max(write.retain_until_ms, min(retain_until_ms, _MAX_TICKED_MS))
             writes[i] = self._by_digest[digest] = write
         try:
             await self._find_room(session, writes, status)
@@ -156,19 +159,10 @@ class Writes:
             raise InvalidArgument(f"group {key.group} is not in the schema", field="keys.groups", limit=len(groups) - 1)
         return groups[key.group].layout(value_bytes)
 
-    def _new_write(  # noqa: PLR0917  the fields of the record to be
-        self,
-        session: Session,
-        stored: StoredKey,
-        digest: bytes,
-        layout: TileLayout,
-        deadline_ms: int,
-        tail: bytes,
-        retain_until_ms: int,
+    def _new_write(
+        self, session: Session, stored: StoredKey, digest: bytes, layout: TileLayout, deadline_ms: int
     ) -> PendingWrite:
-        namespace = session.access.namespace
-        if namespace.retention_ms:
-            retain_until_ms = max(retain_until_ms, self._e.clock.wall_ms() + namespace.retention_ms)
+        namespace, now_ms = session.access.namespace, self._e.clock.wall_ms()
         return PendingWrite(
             WriteId(self._e.random(16)),
             stored,
@@ -177,22 +171,22 @@ class Writes:
             layout,
             Durability(namespace.durability),
             deadline_ms,
-            tail,
-            min(retain_until_ms, (_MAX_TICKED - 1) * 1000),
+            retain_until_ms=min(now_ms + namespace.retention_ms, _MAX_TICKED_MS) if namespace.retention_ms else 0,
+            expires_ms=min(now_ms + namespace.ttl_ms, _MAX_TICKED_MS) if namespace.ttl_ms else 0,
         )
 
     async def _find_room(self, session: Session, writes: dict[int, PendingWrite], status: list[int]) -> None:
         exact = session.schema.engine != "opaque"
-        by_slot: dict[int, list[int]] = {}
+        by_slot: dict[tuple[int, int], list[int]] = {}
         for i, write in writes.items():
             size = write.layout.extent_bytes
-            by_slot.setdefault(size if exact else slot_class_bytes(size), []).append(i)
-        for slot_bytes, indices in by_slot.items():
+            by_slot.setdefault((write.scope, size if exact else slot_class_bytes(size)), []).append(i)
+        for (scope, slot_bytes), indices in by_slot.items():
             if slot_bytes > self._e.space.region_bytes:
                 raise ValueSize(
                     f"a block takes {slot_bytes} bytes", field="length_bytes", limit=self._e.space.region_bytes
                 )
-            extents, why = await self._room.take(session.access.namespace, slot_bytes, len(indices))
+            extents, why = await self._room.take(session.access.namespace, scope, slot_bytes, len(indices))
             for i, extent in zip(indices, extents, strict=False):
                 writes[i].extent = extent
             for i in indices[len(extents) :]:
@@ -326,6 +320,7 @@ class Writes:
                 self._sequence,
                 e.clock.wall_ms(),
                 write.retain_until_ms,
+                write.expires_ms,
                 FLUSHED if extent.volume in flushed else 0,
                 tail=write.tail,
             )
@@ -351,6 +346,8 @@ class Writes:
             length=[r.extent.length_bytes for r in records],
             value_length=[r.value_bytes for r in records],
             retain_until_s=[r.retain_until_ms // 1000 for r in records],
+            expires_s=[r.expires_ms // 1000 for r in records],
+            scope=[w.scope for w in group],
             state=RowState.VISIBLE,
             flags=[r.flags for r in records],
         )
@@ -419,7 +416,7 @@ class Writes:
             await self._e.store.write(ops)
 
     def _free(self, write: PendingWrite) -> None:
-        self._e.space.give(cast(Extent, write.extent))
+        self._e.space.give(cast(Extent, write.extent), write.scope)
         self._forget(write)
         # those who wait learn at once that this producer is gone
         self._e.waiters.wake([write.digest], Absent.code)

@@ -1360,6 +1360,7 @@ class NamespaceSpec(_message.Message):
     EVICTION_FIELD_NUMBER: _builtins.int
     MIN_GENERATION_FIELD_NUMBER: _builtins.int
     RETENTION_MS_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"tenant/name" """
     quota_bytes: _builtins.int
@@ -1371,6 +1372,8 @@ class NamespaceSpec(_message.Message):
     min_generation: _builtins.int
     retention_ms: _builtins.int
     """blocks are kept at least this long if room can be had elsewhere; 0: none"""
+    ttl_ms: _builtins.int
+    """blocks are not found any more this long after they were stored; 0: for ever"""
     def __init__(
         self,
         *,
@@ -1380,14 +1383,40 @@ class NamespaceSpec(_message.Message):
         eviction: _builtins.str = ...,
         min_generation: _builtins.int = ...,
         retention_ms: _builtins.int = ...,
+        ttl_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durability", b"durability", "eviction", b"eviction", "min_generation", b"min_generation", "name", b"name", "quota_bytes", b"quota_bytes", "retention_ms", b"retention_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durability", b"durability", "eviction", b"eviction", "min_generation", b"min_generation", "name", b"name", "quota_bytes", b"quota_bytes", "retention_ms", b"retention_ms", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NamespaceSpec: _TypeAlias = NamespaceSpec  # noqa: Y015
+
+@_typing.final
+class ScopeUsage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCOPE_FIELD_NUMBER: _builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    scope: _builtins.str
+    quota_bytes: _builtins.int
+    used_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        scope: _builtins.str = ...,
+        quota_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quota_bytes", b"quota_bytes", "scope", b"scope", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScopeUsage: _TypeAlias = ScopeUsage  # noqa: Y015
 
 @_typing.final
 class NamespaceInfo(_message.Message):
@@ -1402,6 +1431,7 @@ class NamespaceInfo(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_MS_FIELD_NUMBER: _builtins.int
     PENDING_BYTES_FIELD_NUMBER: _builtins.int
+    SCOPES_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     used_bytes: _builtins.int
     blocks: _builtins.int
@@ -1413,6 +1443,10 @@ class NamespaceInfo(_message.Message):
     pending_bytes: _builtins.int
     @_builtins.property
     def spec(self) -> Global___NamespaceSpec: ...
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScopeUsage]:
+        """those that use space or have a quota"""
+
     def __init__(
         self,
         *,
@@ -1425,10 +1459,11 @@ class NamespaceInfo(_message.Message):
         sessions: _builtins.int = ...,
         created_unix_ms: _builtins.int = ...,
         pending_bytes: _builtins.int = ...,
+        scopes: _abc.Iterable[Global___ScopeUsage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "created_unix_ms", b"created_unix_ms", "id", b"id", "pending_bytes", b"pending_bytes", "pinned_bytes", b"pinned_bytes", "reserved_bytes", b"reserved_bytes", "sessions", b"sessions", "spec", b"spec", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "created_unix_ms", b"created_unix_ms", "id", b"id", "pending_bytes", b"pending_bytes", "pinned_bytes", b"pinned_bytes", "reserved_bytes", b"reserved_bytes", "scopes", b"scopes", "sessions", b"sessions", "spec", b"spec", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1535,6 +1570,36 @@ class DeleteNamespaceReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteNamespaceReply: _TypeAlias = DeleteNamespaceReply  # noqa: Y015
+
+@_typing.final
+class SetScopeQuotaRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    scope: _builtins.str
+    quota_bytes: _builtins.int
+    """0: none of its own"""
+    @_builtins.property
+    def context(self) -> Global___AdminContext: ...
+    def __init__(
+        self,
+        *,
+        context: Global___AdminContext | None = ...,
+        name: _builtins.str = ...,
+        scope: _builtins.str = ...,
+        quota_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "name", b"name", "quota_bytes", b"quota_bytes", "scope", b"scope"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetScopeQuotaRequest: _TypeAlias = SetScopeQuotaRequest  # noqa: Y015
 
 @_typing.final
 class ListNamespacesRequest(_message.Message):

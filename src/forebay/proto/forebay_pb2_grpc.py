@@ -809,6 +809,11 @@ class AdminStub:
                 request_serializer=forebay_dot_proto_dot_forebay__pb2.DeleteNamespaceRequest.SerializeToString,
                 response_deserializer=forebay_dot_proto_dot_forebay__pb2.DeleteNamespaceReply.FromString,
                 _registered_method=True)
+        self.SetScopeQuota = channel.unary_unary(
+                '/forebay.v1.Admin/SetScopeQuota',
+                request_serializer=forebay_dot_proto_dot_forebay__pb2.SetScopeQuotaRequest.SerializeToString,
+                response_deserializer=forebay_dot_proto_dot_forebay__pb2.NamespaceInfo.FromString,
+                _registered_method=True)
         self.ListNamespaces = channel.unary_unary(
                 '/forebay.v1.Admin/ListNamespaces',
                 request_serializer=forebay_dot_proto_dot_forebay__pb2.ListNamespacesRequest.SerializeToString,
@@ -862,6 +867,12 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteNamespace(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetScopeQuota(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -926,6 +937,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.DeleteNamespace,
                     request_deserializer=forebay_dot_proto_dot_forebay__pb2.DeleteNamespaceRequest.FromString,
                     response_serializer=forebay_dot_proto_dot_forebay__pb2.DeleteNamespaceReply.SerializeToString,
+            ),
+            'SetScopeQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetScopeQuota,
+                    request_deserializer=forebay_dot_proto_dot_forebay__pb2.SetScopeQuotaRequest.FromString,
+                    response_serializer=forebay_dot_proto_dot_forebay__pb2.NamespaceInfo.SerializeToString,
             ),
             'ListNamespaces': grpc.unary_unary_rpc_method_handler(
                     servicer.ListNamespaces,
@@ -1044,6 +1060,33 @@ class Admin:
             '/forebay.v1.Admin/DeleteNamespace',
             forebay_dot_proto_dot_forebay__pb2.DeleteNamespaceRequest.SerializeToString,
             forebay_dot_proto_dot_forebay__pb2.DeleteNamespaceReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetScopeQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Admin/SetScopeQuota',
+            forebay_dot_proto_dot_forebay__pb2.SetScopeQuotaRequest.SerializeToString,
+            forebay_dot_proto_dot_forebay__pb2.NamespaceInfo.FromString,
             options,
             channel_credentials,
             insecure,

@@ -205,6 +205,7 @@ class AdminStub:
     CreateNamespace: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.CreateNamespaceRequest, _forebay_pb2.NamespaceInfo]
     UpdateNamespace: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.UpdateNamespaceRequest, _forebay_pb2.NamespaceInfo]
     DeleteNamespace: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.DeleteNamespaceRequest, _forebay_pb2.DeleteNamespaceReply]
+    SetScopeQuota: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.SetScopeQuotaRequest, _forebay_pb2.NamespaceInfo]
     ListNamespaces: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.ListNamespacesRequest, _forebay_pb2.ListNamespacesReply]
     CreatePrincipal: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.CreatePrincipalRequest, _forebay_pb2.CreatePrincipalReply]
     RotateToken: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.RotateTokenRequest, _forebay_pb2.CreatePrincipalReply]
@@ -219,6 +220,7 @@ class AdminAsyncStub(AdminStub):
     CreateNamespace: _aio.UnaryUnaryMultiCallable[_forebay_pb2.CreateNamespaceRequest, _forebay_pb2.NamespaceInfo]  # type: ignore[assignment]
     UpdateNamespace: _aio.UnaryUnaryMultiCallable[_forebay_pb2.UpdateNamespaceRequest, _forebay_pb2.NamespaceInfo]  # type: ignore[assignment]
     DeleteNamespace: _aio.UnaryUnaryMultiCallable[_forebay_pb2.DeleteNamespaceRequest, _forebay_pb2.DeleteNamespaceReply]  # type: ignore[assignment]
+    SetScopeQuota: _aio.UnaryUnaryMultiCallable[_forebay_pb2.SetScopeQuotaRequest, _forebay_pb2.NamespaceInfo]  # type: ignore[assignment]
     ListNamespaces: _aio.UnaryUnaryMultiCallable[_forebay_pb2.ListNamespacesRequest, _forebay_pb2.ListNamespacesReply]  # type: ignore[assignment]
     CreatePrincipal: _aio.UnaryUnaryMultiCallable[_forebay_pb2.CreatePrincipalRequest, _forebay_pb2.CreatePrincipalReply]  # type: ignore[assignment]
     RotateToken: _aio.UnaryUnaryMultiCallable[_forebay_pb2.RotateTokenRequest, _forebay_pb2.CreatePrincipalReply]  # type: ignore[assignment]
@@ -248,6 +250,13 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _forebay_pb2.DeleteNamespaceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_forebay_pb2.DeleteNamespaceReply, _abc.Awaitable[_forebay_pb2.DeleteNamespaceReply]]: ...
+
+    @_abc_1.abstractmethod
+    def SetScopeQuota(
+        self,
+        request: _forebay_pb2.SetScopeQuotaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_forebay_pb2.NamespaceInfo, _abc.Awaitable[_forebay_pb2.NamespaceInfo]]: ...
 
     @_abc_1.abstractmethod
     def ListNamespaces(
