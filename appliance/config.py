@@ -169,6 +169,12 @@ class SpaceConfig:
     high_watermark: float = setting(
         "high_watermark", Fraction(0.5, 1.0), 0.97, "Eviction in the background begins when so much is in use."
     )
+    reclaim_bytes_per_s: int = setting(
+        "reclaim_rate",
+        Size(1 << 20, 1 << 40),
+        1 << 30,
+        "Bytes a second, at most, of expired and outdated blocks that are given back in the background.",
+    )
     low_watermark: float = setting("low_watermark", Fraction(0.1, 1.0), 0.95, "It ends when so much is left in use.")
 
 

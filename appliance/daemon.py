@@ -53,6 +53,7 @@ ADMIN_TOKEN_FILE = "admin.token"
 DEFAULT_NAMESPACE = "default/default"
 _SWEEP_S = 0.25
 _STATS_ROUNDS = 8
+_RECONCILE_ROUNDS = 120
 _DEFAULT_CAPACITY_BYTES = 64 << 30
 _DEFAULT_SHARE = 0.8
 _MAX_BLOCKS = 1 << 28
@@ -201,6 +202,7 @@ class _Daemon:
                 write_ttl_ms=sessions.write_ttl_ms,
                 max_sessions=sessions.max_sessions,
                 max_blocks=min(capacity_bytes // LBA_BYTES, _MAX_BLOCKS),
+                reclaim_bytes_per_s=config.space.reclaim_bytes_per_s,
                 watermarks=Watermarks(config.space.high_watermark, config.space.low_watermark),
             )
             node = await Node.open(
@@ -296,6 +298,9 @@ class _Daemon:
             try:
                 await node.sweep()
                 await node.background()
+                if round_number % _RECONCILE_ROUNDS == _RECONCILE_ROUNDS - 1:
+                    for difference in await node.reconcile():
+                        _log.warning("the target differed and was put right: %s", difference)
                 if round_number % _STATS_ROUNDS == 0:
                     self._load.update(await node.engine.target.io_stats())
             except ForebayError as error:

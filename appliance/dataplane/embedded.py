@@ -17,6 +17,7 @@ from forebay.appliance.dataplane.interface import (
     Barrier,
     Capabilities,
     EndpointInfo,
+    HostView,
     IoStats,
     Target,
     TargetInfo,
@@ -178,6 +179,37 @@ class EmbeddedTarget(Target):
                         await self._rpc.call("nvmf_ns_remove_host", values)
             await self.teardown_host(host)
             await self._drop_if_empty(nqn)
+
+    async def reconcile(self, volumes: Sequence[VolumeSpec], hosts: Sequence[HostView]) -> list[str]:
+        found: list[str] = []
+        wanted = {(self.subsystem_nqn(spec.tenant), spec.nsid): spec for spec in volumes}
+        seen = {(self.subsystem_nqn(view.tenant), view.host.nqn): view for view in hosts}
+        mine = f"{NQN_PREFIX}:{self._node}:"
+        async with self._shape:
+            reported = await self._rpc.call("nvmf_get_subsystems")
+            subsystems = {one["nqn"]: one for one in reported if one["nqn"].startswith(mine)}
+            for nqn, subsystem in subsystems.items():
+                for host in _hosts(subsystem) - {name for owner, name in seen if owner == nqn}:
+                    found.append(f"host {host} is not of a live session")
+                    await self._rpc.call("nvmf_subsystem_remove_host", {"nqn": nqn, "host": host})
+                    await self._rpc.call("forebay_host_teardown", {"host_nqn": host, "host_id": None})
+                for namespace in subsystem["namespaces"]:
+                    spec = wanted.get((nqn, namespace["nsid"]))
+                    if spec is None or namespace["bdev_name"] != spec.bdev:
+                        found.append(f"NSID {namespace['nsid']} of {nqn} is not a volume of this node")
+                        await self._rpc.call("nvmf_subsystem_remove_ns", {"nqn": nqn, "nsid": namespace["nsid"]})
+                        with suppress(NotFound):
+                            await self._rpc.call("bdev_aio_delete", {"name": namespace["bdev_name"]})
+        served = {(nqn, one["nsid"]) for nqn, subsystem in subsystems.items() for one in subsystem["namespaces"]}
+        for key, spec in wanted.items():
+            if key not in served:
+                found.append(f"volume {spec.volume} is not served")
+            await self.add_volume(spec)
+        for (nqn, name), view in seen.items():
+            if name not in _hosts(subsystems.get(nqn, {})):
+                found.append(f"host {name} cannot connect")
+            await self.add_host(view.tenant, view.host, view.volumes)
+        return found
 
     async def teardown_host(self, host: HostIdentity) -> None:
         await self._rpc.call("forebay_host_teardown", {"host_nqn": host.nqn, "host_id": host.host_id or None})

@@ -15,7 +15,17 @@ from enum import Enum
 
 from forebay.ids import Extent, GrantId, HostIdentity, VolumeId
 
-__all__ = ["Barrier", "Capabilities", "EndpointInfo", "IoStats", "Target", "TargetInfo", "VolumeSpec", "WriteGrant"]
+__all__ = [
+    "Barrier",
+    "Capabilities",
+    "EndpointInfo",
+    "HostView",
+    "IoStats",
+    "Target",
+    "TargetInfo",
+    "VolumeSpec",
+    "WriteGrant",
+]
 
 
 class Barrier(Enum):
@@ -86,6 +96,15 @@ class TargetInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class HostView:
+    """What one host may see: the tenant whose subsystem it connects to, and the volumes."""
+
+    tenant: str
+    host: HostIdentity
+    volumes: tuple[VolumeSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class IoStats:
     """Counters of all volumes since the target started: bytes, and microseconds that commands took in all."""
 
@@ -121,6 +140,14 @@ class Target(ABC):
     @abstractmethod
     async def remove_host(self, tenant: str, host: HostIdentity, volumes: Sequence[VolumeSpec]) -> None:
         """Take that back and tear down the host's controllers: when this returns none of its commands can run."""
+
+    @abstractmethod
+    async def reconcile(self, volumes: Sequence[VolumeSpec], hosts: Sequence[HostView]) -> list[str]:
+        """Make the target serve exactly these volumes to exactly these hosts, and nothing else of this node's.
+
+        Compares what it reports with what it should have and replays the difference: what is missing is added, what
+        is there and not wanted is taken away. The differences found, a line each, empty when there were none.
+        """
 
     @abstractmethod
     async def teardown_host(self, host: HostIdentity) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forebay.appliance.dataplane.interface import Barrier, EndpointInfo, Target, VolumeSpec
+from forebay.appliance.dataplane.interface import Barrier, EndpointInfo, HostView, Target, VolumeSpec
 from forebay.appliance.dataplane.volumes import FileVolumes, VolumeLabel, volume_size_bytes
 from forebay.appliance.namespace.acl import Acl
 from forebay.appliance.namespace.blocks import Blocks, Engine
@@ -95,6 +95,7 @@ class Node:
         self.recovered = Recovered(0, 0, 0, 0)
         self._files = files
         self._admin = asyncio.Lock()
+        self._hosts_changing = asyncio.Lock()  # so that a host on its way in is not taken for one that should go
         self._reclaimed_ms = engine.clock.monotonic_ms()
         self._reclaim_budget = 0
 
@@ -159,7 +160,8 @@ class Node:
         await meta.confirm_epoch()
         for volume in volumes:
             space.add_volume(volume, self._spec(volume))
-            await self.engine.target.add_volume(space.specs[volume.id])
+        # hosts of earlier incarnations lose their right to connect here, not only their connections
+        await self.engine.target.reconcile(list(space.specs.values()), [])
         for name, files in self._files.items():
             mine = {v.id for v in volumes if v.drive == name}
             for left in files.present():
@@ -228,16 +230,24 @@ class Node:
 
     async def replay(self) -> None:
         """Make a target that restarted know again what it should: volumes, hosts of live sessions, live grants."""
-        target, space = self.engine.target, self.engine.space
-        for spec in list(space.specs.values()):
-            await target.add_volume(spec)
-        for session in self.sessions:
-            if session.state is SessionState.OPEN:
-                for host in list(session.hosts.values()):
-                    await target.add_host(session.access.namespace.tenant, host, self._specs(session.namespace))
+        target = self.engine.target
+        await self.reconcile()
         grants = self.writes.live_grants()
         await target.revoke([g.grant for g in grants])
         await target.grant(grants)
+
+    async def reconcile(self) -> list[str]:
+        """Compare what the target has with what it should have and replay the difference; what differed."""
+        async with self._admin, self._hosts_changing:
+            views = [
+                HostView(session.access.namespace.tenant, host, tuple(self._specs(session.namespace)))
+                for session in self.sessions
+                if session.state is SessionState.OPEN
+                for host in session.hosts.values()
+            ]
+            differences = await self.engine.target.reconcile(list(self.engine.space.specs.values()), views)
+        self.engine.counters["target_differences"] += len(differences)
+        return differences
 
     def _specs(self, namespace: int) -> list[VolumeSpec]:
         return [self.engine.space.specs[v.id] for v in self.engine.space.volumes_of(namespace)]
@@ -406,8 +416,9 @@ class Node:
     async def _new_host(self, session: Session) -> HostIdentity:
         fresh = str(uuid.UUID(bytes=self.engine.random(16), version=4))
         host = HostIdentity(_NQN + fresh, fresh)
-        await self.engine.target.add_host(session.access.namespace.tenant, host, self._specs(session.namespace))
-        session.hosts[host.nqn] = host
+        async with self._hosts_changing:
+            await self.engine.target.add_host(session.access.namespace.tenant, host, self._specs(session.namespace))
+            session.hosts[host.nqn] = host
         return host
 
     async def end_session(self, session: Session) -> None:
@@ -419,9 +430,10 @@ class Node:
         self.blocks.release(session, list(session.leases))
         self.blocks.unpin_all(session)
         specs = self._specs(session.namespace)
-        for host in list(session.hosts.values()):
-            await self.engine.target.remove_host(session.access.namespace.tenant, host, specs)
-            session.hosts.pop(host.nqn, None)
+        async with self._hosts_changing:
+            for host in list(session.hosts.values()):
+                await self.engine.target.remove_host(session.access.namespace.tenant, host, specs)
+                session.hosts.pop(host.nqn, None)
         await self.writes.drop_session(session)
         session.state = SessionState.ENDED
         self.sessions.remove(session)
