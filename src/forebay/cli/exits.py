@@ -110,7 +110,9 @@ def exit_code(error: ForebayError) -> int:
 
 
 def advice(error: ForebayError) -> str:
-    """What the person at the keyboard can do about it; may be empty."""
+    """What the person at the keyboard can do about it; may be empty, as where a field says what did not answer."""
+    if isinstance(error, Unavailable) and error.field:
+        return ""
     return _nearest(type(error), _ADVICE)
 
 

@@ -33,7 +33,7 @@ def format_size(count_bytes: float) -> str:
 
 def format_duration(count_ms: float) -> str:
     """``350 ms``, ``4.2 s``, ``3 min 5 s``, ``2 d 4 h``."""
-    if count_ms < 1000:
+    if count_ms < 999.5:
         return f"{count_ms:.3g} ms"
     seconds = count_ms / 1000
     if seconds < 60:

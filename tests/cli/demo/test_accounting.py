@@ -140,16 +140,11 @@ def test_the_report_counts_and_judges() -> None:
     report.show(console)
     text = console.export_text()
     assert "40.0%" in text and "100% of it" in text and "Every byte read was right" in text
-    report.lost_blocks = 1
-    assert report.exit_code == 5
-    report.show(console)
-    assert "FAILED" in console.export_text()
-
-
-def test_wrong_bytes_fail_the_report() -> None:
-    report = Report(inputs([Request(512, (0,))]))
-    report.add([Outcome(0, 512, wrong=[0])], SCALE)
-    assert report.exit_code == 5 and report.to_dict()["ok"] is False
+    for lost, wrong in ((1, 0), (0, 1)):
+        report.lost_blocks, report.wrong_blocks = lost, wrong
+        assert report.exit_code == 5 and report.to_dict()["ok"] is False
+        report.show(console)
+        assert "FAILED" in console.export_text()
 
 
 def test_the_estimate_never_loads_what_is_slower_than_computing() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import click
 
@@ -18,8 +18,22 @@ from forebay.errors import InvalidArgument
 __all__ = ["demo"]
 
 
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+@contextmanager
+def _place(data: Path | None) -> Iterator[Path]:
+    """The directory to work in: the one asked for, or a temporary one that goes away at the end."""
+    from forebay.cli.demo.signals import deferred, ignored
+
+    if data is not None:
+        data.mkdir(parents=True, exist_ok=True)
+        yield data
+        return
+    with deferred():
+        place = Path(tempfile.mkdtemp(prefix="forebay-demo-"))
+    try:
+        yield place
+    finally:
+        with ignored():
+            shutil.rmtree(place, ignore_errors=True)
 
 
 @click.command(
@@ -97,6 +111,7 @@ def demo(
     from forebay.cli.demo.display import Display
     from forebay.cli.demo.report import PREFILL_TOKENS_PER_S
     from forebay.cli.demo.run import DemoOptions, run_demo
+    from forebay.cli.demo.signals import interrupting
 
     if data is not None and data.exists() and any(data.iterdir()):
         raise InvalidArgument(f"{data} is not empty: choose another directory", field="data")
@@ -108,15 +123,7 @@ def demo(
         capacity_bytes=capacity,
         prefill_tokens_per_s=prefill_tokens_per_s or PREFILL_TOKENS_PER_S,
     )
-    before = signal.signal(signal.SIGTERM, _stop)  # clean up as after Ctrl-C
-    place = data or Path(tempfile.mkdtemp(prefix="forebay-demo-"))
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        with Display() as display:
-            report = run_demo(options, place, display)
-    finally:
-        if data is None:
-            shutil.rmtree(place, ignore_errors=True)
-        signal.signal(signal.SIGTERM, before)
+    with interrupting(), _place(data) as place, Display() as display:
+        report = run_demo(options, place, display)
     session.emit(report.to_dict(), report.show)
     return report.exit_code

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forebay.appliance.dataplane.process import Process, ProcessName
+from forebay.cli.demo.signals import deferred
 from forebay.errors import ForebayError, Unavailable
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class DemoNode:
         # What configures other nodes must not configure this one; its target takes any free port.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FOREBAY_")}
         environment["FOREBAY_TARGET_LISTEN"] = "127.0.0.1:0"
-        with self._log.open("ab") as log:
+        with self._log.open("ab") as log, deferred():  # a process that was started is also known
             # A session of its own: Ctrl-C on the terminal is for the demo alone.
             self._daemon = subprocess.Popen(
                 command,

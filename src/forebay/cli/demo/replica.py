@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -13,12 +13,24 @@ from typing import TYPE_CHECKING
 from forebay.cli.demo.ledger import BATCH_BLOCKS
 from forebay.cli.demo.trace import BLOCK_TOKENS, Request
 from forebay.cli.demo.workload import Contents, Scale, block_key, block_schema
-from forebay.errors import ForebayError
+from forebay.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    ForebayError,
+    SessionExpired,
+    StaleIncarnation,
+    Unavailable,
+    reason,
+)
 
 if TYPE_CHECKING:
     from forebay.client import Client
 
 __all__ = ["Outcome", "Replica", "ReplicaSettings", "replica_main"]
+
+_AWAY = {reason(cls.code) for cls in (Unavailable, ConnectionLost, DeadlineExceeded, SessionExpired, StaleIncarnation)}
+_AWAY_S = 30.0
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +89,18 @@ class Replica:
         self._store(outcome, request.blocks[loaded:], keys[loaded:])
         return outcome
 
+    def await_node(self, outcome: Outcome, request: Request) -> None:
+        """If the node was away during this request, wait until it answers again, so that it costs no other request.
+
+        An engine would go on and recompute meanwhile; that is no news about Forebay.
+        """
+        if not outcome.misses.keys() & _AWAY:
+            return
+        key = block_key(request.blocks[0])
+        give_up = time.monotonic() + _AWAY_S
+        while time.monotonic() < give_up and set(self._client.match([key]).reasons) & _AWAY:
+            time.sleep(_POLL_S)
+
     def _load(self, outcome: Outcome, blocks: Sequence[int], keys: Sequence[bytes]) -> int:
         """Read blocks and compare them; how many of the leading ones can be used."""
         for at in range(0, len(blocks), BATCH_BLOCKS):
@@ -121,21 +145,20 @@ class Replica:
 def replica_main(pipe: Connection, settings: ReplicaSettings) -> None:
     """A replica's process: answers ``(number, request)`` with an `Outcome`, until the pipe closes.
 
-    An error that ends it is sent instead. Ctrl-C is the parent's business, which closes the pipe.
+    An error that ends it is sent instead.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     from forebay.client import connect
 
     contents = Contents(settings.scale.block_bytes, settings.seed)
-    try:
-        with connect(settings.url, schema=block_schema(settings.scale), token=settings.token) as client:
-            replica = Replica(client, contents)
-            pipe.send(None)  # ready
-            while True:
-                try:
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent closed the pipe, or ended
+        try:
+            with connect(settings.url, schema=block_schema(settings.scale), token=settings.token) as client:
+                replica = Replica(client, contents)
+                pipe.send(None)  # ready
+                while True:
                     number, request = pipe.recv()
-                except EOFError:
-                    return
-                pipe.send(replica.serve(number, request))
-    except ForebayError as e:
-        pipe.send(str(e))
+                    outcome = replica.serve(number, request)
+                    replica.await_node(outcome, request)
+                    pipe.send(outcome)
+        except ForebayError as e:
+            pipe.send(str(e))

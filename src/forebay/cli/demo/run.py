@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,13 +11,15 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, cast
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, cast
 
 from forebay.cli.demo.display import Display
 from forebay.cli.demo.ledger import Audit, Ledger, audit
 from forebay.cli.demo.node import DemoNode
 from forebay.cli.demo.replica import Outcome, ReplicaSettings, replica_main
 from forebay.cli.demo.report import PREFILL_SOURCE, PREFILL_TOKENS_PER_S, Inputs, Report, TimeToFirstToken
+from forebay.cli.demo.signals import ignored
 from forebay.cli.demo.trace import Request, Sample, ceiling_tokens, generate, read_trace, sample
 from forebay.cli.demo.workload import MODEL, Contents, Scale, block_schema
 from forebay.cli.sizes import format_size
@@ -85,7 +86,8 @@ class _Worker:
         self.busy: int | None = None
         """The request that it works on."""
         self._process = context.Process(target=replica_main, args=(theirs, settings), daemon=True)
-        self._process.start()
+        with ignored():  # signals are ours alone to handle; the end of the pipe ends the process
+            self._process.start()
         theirs.close()  # so that its end is the end of the pipe
 
     def receive(self) -> Outcome | None:
@@ -104,13 +106,19 @@ class _Worker:
         self.busy = number
         self.pipe.send((number, request))
 
-    def stop(self) -> None:
-        """End the process."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the process: at the end of its request and cleanly, or at once if the run was broken off."""
         self.pipe.close()
-        self._process.join(_STOP_S)
+        if kind is None:
+            self._process.join(_STOP_S)
         if self._process.is_alive():
             self._process.kill()
-            self._process.join()
+        self._process.join()
 
 
 class _Demo:
@@ -118,6 +126,8 @@ class _Demo:
 
     def __init__(self, options: DemoOptions, inputs: Inputs, part: Sample, scale: Scale, display: Display) -> None:
         self.outcomes: list[Outcome] = []
+        self.lost: set[int] = set()
+        self.wrong: set[int] = set()
         self.report = Report(inputs)
         self._options = options
         self._part = part
@@ -139,9 +149,7 @@ class _Demo:
         settings = ReplicaSettings(node.url, node.token, self._scale, self._options.seed)
         with ExitStack() as stack:
             for _ in range(REPLICAS):
-                worker = _Worker(settings)
-                stack.callback(worker.stop)
-                self._workers.append(worker)
+                self._workers.append(stack.enter_context(_Worker(settings)))
             schema = block_schema(self._scale)
             client = stack.enter_context(connect(node.url, schema=schema, token=node.token))
             watcher = _Watcher(client, self._ledger)
@@ -188,6 +196,7 @@ class _Demo:
             outcome = by_pipe[cast("Connection", pipe)].receive()
             if outcome is not None:
                 self.outcomes.append(outcome)
+                self.wrong.update(outcome.wrong)
                 self._ledger.acknowledge(outcome)
         self._show()
 
@@ -233,11 +242,10 @@ class _Demo:
 
         with connect(node.url, schema=block_schema(self._scale), token=node.token) as client:
             found = audit(client, self._contents, blocks)
-        report = self.report
-        report.bytes_audited += found.read_bytes
-        report.wrong_blocks += len(found.wrong)
         lost = self._lost(node, found)
-        report.lost_blocks += len(lost)
+        self.report.bytes_audited += found.read_bytes
+        self.lost.update(lost)
+        self.wrong.update(found.wrong)
         for block in lost[:_NAMED]:
             self._display.say(f"LOST: block {block}, acknowledged and not evicted, is a miss: {found.missing[block]}")
         for block in found.wrong[:_NAMED]:
@@ -309,14 +317,11 @@ def run_demo(
     try:
         demo.run(node, while_down)
     finally:
-        # A second Ctrl-C must not leave processes behind.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
+        with ignored():  # a second Ctrl-C must not leave processes behind
             node.stop()
-        finally:
-            signal.signal(signal.SIGINT, before)
     report = demo.report
     report.add(demo.outcomes, scale)
+    report.lost_blocks, report.wrong_blocks = len(demo.lost), len(demo.wrong)
     assumption = PREFILL_SOURCE if options.prefill_tokens_per_s == PREFILL_TOKENS_PER_S else "--prefill-tokens-per-s"
     report.ttft = TimeToFirstToken.of(demo.outcomes, scale, options.prefill_tokens_per_s, assumption)
     report.wall_s = time.monotonic() - began
