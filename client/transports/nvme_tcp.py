@@ -49,7 +49,8 @@ _QUEUE_IDS = 4
 """Queue ids to ask for, a connection: one that broke is not used again soon."""
 _TURN_BYTES = 1 << 20
 """Bytes received from one queue before the next one has its turn and the clock is read."""
-_MAX_POLL_MS = 1_000
+_MAX_POLL_MS = 250
+"""A waiting call looks this often whether the transport was closed, whatever its deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +230,7 @@ class NvmeTcpTransport(Transport):
 
         while pairs:
             left_ms = deadline_ms - self._clock.monotonic_ms()
-            if left_ms <= 0:
+            if left_ms <= 0 or self._closed:
                 break
             self._feed(pairs, pending)
             for pair in list(pairs):
@@ -261,12 +262,15 @@ class NvmeTcpTransport(Transport):
                     lose(pair, e)
             ready = more if len(pairs) == 1 else []
         for pair in [p for p in pairs if p.in_flight]:
-            lose(pair, DeadlineExceeded("the target did not finish in time"))
+            lose(pair, self._ended("the target did not finish in time"))
         for request in pending:
             if pairs:
-                request.error = DeadlineExceeded("the deadline passed before the command was sent")
+                request.error = self._ended("the deadline passed before the command was sent")
             else:
                 request.error = ConnectionLost("every connection to the target was lost")
+
+    def _ended(self, late: str) -> ForebayError:
+        return Unavailable("the transport is closed") if self._closed else DeadlineExceeded(late)
 
     def _feed(self, pairs: Sequence[QueuePair], pending: deque[Request]) -> None:
         """Give each queue commands, the emptiest first, up to `NvmeTcpOptions.queue_bytes`."""

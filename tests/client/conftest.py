@@ -9,10 +9,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from spdk.rpc.client import JSONRPCClient
+from spdk.rpc.client import JSONRPCClient  # type: ignore[import-untyped]
 
+from forebay.client import Client, connect
 from forebay.client.transports.controller import SubsystemAddress
 from forebay.client.transports.nvme_tcp import NvmeTcpOptions, NvmeTcpTransport
 from forebay.clock import Clock
@@ -108,7 +110,18 @@ def target(tmp_path: Path) -> Iterator[TargetProcess]:
     target.stop()
 
 
-class NodeProcess:
+class NodeAccess:
+    """Something that clients can connect to."""
+
+    url: str
+    token: str
+
+    def connect(self, **arguments: Any) -> Client:
+        """A client of it, as the administrator."""
+        return connect(self.url, token=self.token, **arguments)
+
+
+class NodeProcess(NodeAccess):
     """A node: daemon and target, on ports of the system's choice."""
 
     def __init__(self, data: Path) -> None:
@@ -117,14 +130,6 @@ class NodeProcess:
         self.info: dict[str, object] = {}
         self.grpc, self.nvme = "127.0.0.1:0", "127.0.0.1:0"
         self.start()
-
-    @property
-    def url(self) -> str:
-        return f"forebay://{self.grpc}"
-
-    @property
-    def token(self) -> str:
-        return (self.data / "admin.token").read_text().strip()
 
     def start(self) -> None:
         """Start it, after the first time on the ports it had."""
@@ -137,6 +142,8 @@ class NodeProcess:
         eventually(lambda: described.exists() or self.process.poll() is not None, "node.json")
         self.info = json.loads(described.read_text())
         self.grpc = str(self.info["grpc"])
+        self.url = f"forebay://{self.grpc}"
+        self.token = (self.data / "admin.token").read_text().strip()
         target = self._target()
         self.nvme = f"{target['address']}:{target['port']}"
 
