@@ -1,0 +1,23 @@
+"""The comparisons, one file each; ``run(bench)`` yields their rows or raises `perf.workload.Skipped`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from perf.harness import Row
+from perf.ratios import checksum, flush, get_disk, get_redis, get_tcp, match, put_full, put_redis, put_tcp
+from perf.workload import Bench
+
+__all__ = ["BENCHMARKS"]
+
+BENCHMARKS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
+    "get_tcp": get_tcp.run,
+    "get_disk": get_disk.run,
+    "get_redis": get_redis.run,
+    "put_tcp": put_tcp.run,
+    "put_redis": put_redis.run,
+    "put_full": put_full.run,
+    "match": match.run,
+    "checksum": checksum.run,
+    "flush": flush.run,
+}
