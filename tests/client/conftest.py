@@ -138,7 +138,7 @@ class NodeProcess(NodeAccess):
         described = self.data / "node.json"
         described.unlink(missing_ok=True)
         with (self.data.parent / "node.log").open("ab") as log:
-            self.process = subprocess.Popen([*command, "--capacity", "1GiB"], env=env, stdout=log, stderr=log)
+            self.process = subprocess.Popen([*command, "--capacity", "4GiB"], env=env, stdout=log, stderr=log)
         eventually(lambda: described.exists() or self.process.poll() is not None, "node.json")
         self.info = json.loads(described.read_text())
         self.grpc = str(self.info["grpc"])
