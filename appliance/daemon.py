@@ -33,6 +33,7 @@ from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.supervisor import Supervisor
 from forebay.appliance.dataplane.volumes import claim_drive, drive_space, open_drive, require_capacity
 from forebay.appliance.namespace.acl import hash_token, new_token
+from forebay.appliance.namespace.checkpoint import FILE_NAME
 from forebay.appliance.namespace.desired_state import Principal
 from forebay.appliance.namespace.meta import NodeMeta
 from forebay.appliance.namespace.node import Node, NodeLimits
@@ -54,6 +55,8 @@ DEFAULT_NAMESPACE = "default/default"
 _SWEEP_S = 0.25
 _STATS_ROUNDS = 8
 _RECONCILE_ROUNDS = 120
+_CHECKPOINT_S = 60.0
+_CHECKPOINT_CHANGES = 100_000
 _DEFAULT_CAPACITY_BYTES = 64 << 30
 _DEFAULT_SHARE = 0.8
 _MAX_BLOCKS = 1 << 28
@@ -132,7 +135,7 @@ class _Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
-        store = RocksStore(self._config.metadata_dir)
+        store = RocksStore(self._config.metadata_dir / "rocksdb")
         try:
             meta = await NodeMeta.load(store, secrets.token_bytes, self._config.space.region_bytes)
             drives = await self._open_drives(meta)
@@ -206,7 +209,14 @@ class _Daemon:
                 watermarks=Watermarks(config.space.high_watermark, config.space.low_watermark),
             )
             node = await Node.open(
-                store, meta, target, drives=drives, limits=limits, clock=SystemClock(), random=secrets.token_bytes
+                store,
+                meta,
+                target,
+                drives=drives,
+                limits=limits,
+                clock=SystemClock(),
+                random=secrets.token_bytes,
+                checkpoint=config.metadata_dir / FILE_NAME,
             )
             self._node = node
             await self._bootstrap(node)
@@ -250,15 +260,16 @@ class _Daemon:
             config.grpc.max_message_bytes,
         )
         port = await server.start(config.grpc.listen.host, config.grpc.listen.port)
-        sweeper = asyncio.create_task(self._sweep(node))
+        tasks = [asyncio.create_task(self._sweep(node)), asyncio.create_task(self._save_checkpoints(node))]
         try:
             await self._announce(node, supervisor, port)
             await self._stopping.wait()
             _log.info("stopping")
         finally:
-            sweeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await sweeper
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
             (config.data / NODE_FILE).unlink(missing_ok=True)
             await server.stop()
 
@@ -308,6 +319,14 @@ class _Daemon:
             except Exception:  # the sweep must go on: leases and sessions end by it
                 _log.exception("sweep failed")
             await asyncio.sleep(_SWEEP_S)
+
+    async def _save_checkpoints(self, node: Node) -> None:
+        while True:
+            await asyncio.sleep(_CHECKPOINT_S)
+            try:
+                await node.checkpoint(least_changes=_CHECKPOINT_CHANGES)
+            except (ForebayError, OSError) as error:
+                _log.warning("no checkpoint of the index: %s", error)
 
     async def _status(self, node: Node, supervisor: Supervisor) -> pb.NodeStatusReply:
         engine, space = node.engine, node.engine.space

@@ -94,11 +94,16 @@ class ExtentMap:
         self._open.setdefault(slot_bytes, {})[number] = region
         return region
 
+    def close(self, number: int) -> None:
+        """Give out nothing more of an empty region, which is about to be released."""
+        region = self.claimed[number]
+        assert region.empty, f"volume {self.volume} region {number} still has {region.slots - region.free_slots} owners"
+        self._open[region.slot_bytes].pop(number, None)
+
     def unclaim(self, number: int) -> None:
         """Forget an empty region."""
-        region = self.claimed.pop(number)
-        assert region.empty, f"volume {self.volume} region {number} still has {region.slots - region.free_slots} owners"
-        del self._open[region.slot_bytes][number]
+        self.close(number)
+        del self.claimed[number]
 
     def free_slots(self, slot_bytes: int) -> int:
         """Free slots of that size."""
@@ -142,6 +147,40 @@ class ExtentMap:
             del self._open[region.slot_bytes][region.number]
         self.used_bytes += region.slot_bytes
         return True
+
+    def adopt_many(self, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint32]) -> bool:
+        """`adopt` for many extents of an otherwise empty map; False as soon as one cannot be owned."""
+        order = np.argsort(offsets, kind="stable")
+        offsets, lengths = offsets[order], lengths[order]
+        numbers, starts = np.unique(offsets // np.uint64(self.region_bytes), return_index=True)
+        for number, start, stop in zip(
+            numbers.tolist(), starts.tolist(), [*starts[1:].tolist(), len(offsets)], strict=True
+        ):
+            region = self.claimed.get(number)
+            if region is None or not (lengths[start:stop] == region.slot_bytes).all():
+                return False
+            slots, odd = np.divmod(offsets[start:stop] - np.uint64(region.offset_bytes), np.uint64(region.slot_bytes))
+            if (
+                odd.any()
+                or int(slots[-1]) >= region.slots
+                or not region.free[slots].all()
+                or (np.diff(slots) == 0).any()
+            ):
+                return False
+            region.free[slots] = False
+            region.free_slots -= stop - start
+            if not region.free_slots:
+                del self._open[region.slot_bytes][region.number]
+            self.used_bytes += region.slot_bytes * (stop - start)
+        return True
+
+    def disown_all(self) -> None:
+        """Mark every slot as free."""
+        for region in self.claimed.values():
+            region.free[:] = True
+            region.free_slots = region.slots
+            self._open[region.slot_bytes][region.number] = region
+        self.used_bytes = 0
 
     def empty_regions(self) -> Iterator[Region]:
         """Claimed regions without owners."""

@@ -24,17 +24,28 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.appliance.dataplane.interface import Target
+from forebay.appliance.namespace.changes import ChangeLog
 from forebay.appliance.namespace.events import EventLog, Waiters
 from forebay.appliance.namespace.eviction import EvictionPolicy
 from forebay.appliance.namespace.records import PINNED, Record
-from forebay.appliance.namespace.sessions import Lease, Session
+from forebay.appliance.namespace.sessions import Lease, Session, SessionState
 from forebay.appliance.namespace.space import Space
 from forebay.appliance.namespace.store import Op, Store
 from forebay.checksum import tile_seeds
 from forebay.clock import Clock
 from forebay.crashpoints import crash_point
-from forebay.errors import OK, Absent, Busy, MetadataCorrupt, StaleGeneration, TargetFailed, Unavailable
+from forebay.errors import (
+    OK,
+    Absent,
+    Busy,
+    MetadataCorrupt,
+    SessionExpired,
+    StaleGeneration,
+    TargetFailed,
+    Unavailable,
+)
 from forebay.ids import (
+    MAX_BATCH_KEYS,
     BlockKey,
     Extent,
     LeaseId,
@@ -51,7 +62,8 @@ __all__ = ["BlockStat", "Blocks", "Engine", "ListedBlock", "Located", "owner_key
 
 _log = logging.getLogger(__name__)
 _OWNER_KEY = struct.Struct(">IQ")
-_MAX_LEASES_PER_BLOCK = 60_000
+_MAX_LEASES_PER_BLOCK = 65_000 - MAX_BATCH_KEYS
+"""The count has 16 bits, and one batch may name a block as often as it has keys."""
 _VERIFY_BATCH = 64
 _RETIRE_BATCH = 1024
 
@@ -71,6 +83,7 @@ class Engine:
     target: Target
     space: Space
     index: BlockIndex
+    changes: ChangeLog
     clock: Clock
     random: Callable[[int], bytes]
     policy: EvictionPolicy
@@ -119,7 +132,8 @@ class Blocks:
     def __init__(self, engine: Engine) -> None:
         self._e = engine
         self._next_lease = int.from_bytes(engine.random(4), "little") << 16
-        self._undurable: set[int] = set()  # retired rows whose delete is not in the log yet
+        self.undurable: set[int] = set()
+        """Retired rows whose delete is not known to be in the store's log."""
         self._schemas: dict[bytes, Schema] = {}
         self.suspects_left = True
         """Whether there may be blocks to verify."""
@@ -137,10 +151,17 @@ class Blocks:
                 limit=namespace.min_generation,
             )
 
+    @staticmethod
+    def _alive(session: Session) -> None:
+        """Refuse a session that ended since its call was let in: what it got now nobody would take back."""
+        if session.state is not SessionState.OPEN:
+            raise SessionExpired("the session ended while the call ran", field="context.session")
+
     def find(
         self, session: Session, keys: Sequence[BlockKey], *, expired: bool = False
     ) -> tuple[list[StoredKey], npt.NDArray[np.uint64], Rows]:
         """Stored keys, digests and rows of a batch; a block whose time to live is over only by ``expired``."""
+        self._alive(session)
         self.admit(session)
         stored = session.stored_keys(keys)
         digests = self._e.index.digests(stored)
@@ -186,7 +207,9 @@ class Blocks:
         suspects = np.flatnonzero((rows >= 0) & (index.state[rows] == RowState.SUSPECT))
         if suspects.size:
             bad = await self.verify(rows[suspects], [stored[i] for i in suspects.tolist()])
-            rows = self._fresh(index.find(digests), session)  # others moved while the target read
+            self._alive(session)  # time passed while the target read, and others moved
+            self.admit(session)
+            rows = self._fresh(index.find(digests), session)
             status = np.where(rows >= 0, OK, Absent.code).astype(np.uint16)
             still = (rows >= 0) & (index.state[rows] == RowState.SUSPECT)
             status[still] = Unavailable.code if bad is None else Absent.code
@@ -266,7 +289,8 @@ class Blocks:
 
     async def _pin_records(self, stored: Sequence[StoredKey], rows: Rows, pinned: bool) -> None:
         e = self._e
-        ops = []
+        ops: list[Op] = []
+        changed: list[StoredKey] = []
         for key, row in zip(stored, rows.tolist(), strict=True):
             value = e.store.get("blocks", key) if row >= 0 else None
             if value is None:
@@ -274,9 +298,12 @@ class Blocks:
             record = Record.decode(value)
             flags = record.flags | PINNED if pinned else record.flags & ~PINNED
             e.index.flags[row] = flags
+            changed.append(key)
             ops.append(Op("blocks", key, record.with_flags(flags).encode()))
         if ops:
-            await e.store.write(ops)
+            numbers, logged = e.changes.enter(changed)
+            await e.store.write(ops + logged)
+            e.changes.settle(numbers)
 
     def unpin_all(self, session: Session) -> None:
         """End a session's pins."""
@@ -352,16 +379,18 @@ class Blocks:
             ops.append(Op("blocks", key, None))
             ops.append(Op("owners", owner_key(int(index.volume[row]), int(index.offset[row])), None))
         index.unlink(rows)
-        self._undurable.update(rows.tolist())
+        self.undurable.update(rows.tolist())
+        numbers, logged = e.changes.enter(stored_keys)
         step = "evict" if why == "evicted" else "delete"
         crash_point(f"{step}.before_metadata")
-        await e.store.write(ops)
+        await e.store.write(ops + logged)
+        e.changes.settle(numbers)
         crash_point(f"{step}.after_metadata_before_free")
         for row, key in zip(rows.tolist(), stored_keys, strict=True):
             namespace = int(index.namespace[row])
             e.events.add("removed", namespace, key, reason=why)
         e.counters[f"blocks_{why}"] += len(rows)
-        self._undurable.difference_update(rows.tolist())
+        self.undurable.difference_update(rows.tolist())
         self._free_retired(rows)
 
     def _free_retired(self, rows: Rows) -> None:
@@ -369,7 +398,7 @@ class Blocks:
         index = self._e.index
         rows = np.unique(rows)
         over = rows[(index.state[rows] == RowState.RETIRED) & (index.leases[rows] == 0)]
-        over = np.array([r for r in over.tolist() if r not in self._undurable], dtype=np.int64)
+        over = np.array([r for r in over.tolist() if r not in self.undurable], dtype=np.int64)
         if not over.size:
             return
         columns = (index.volume[over], index.offset[over], index.length[over], index.scope[over])
@@ -417,40 +446,46 @@ class Blocks:
     async def verify(self, rows: Rows, stored_keys: Sequence[StoredKey]) -> int | None:
         """Read suspect blocks at the target and compare their checksums; bad ones are dropped.
 
-        How many were bad; None when the target could not say, then nothing changed.
+        How many were bad; None when the target could not say of all, which then stay as they were.
         """
         e, index = self._e, self._e.index
-        by_volume: dict[int, list[tuple[int, StoredKey]]] = {}
+        by_volume: dict[int, dict[int, StoredKey]] = {}
         for row, key in zip(rows.tolist(), stored_keys, strict=True):
-            by_volume.setdefault(int(index.volume[row]), []).append((row, key))
-        bad: list[tuple[int, StoredKey]] = []
+            by_volume.setdefault(int(index.volume[row]), {})[row] = key  # once, however often it was asked for
+        bad = 0
         for volume, blocks in by_volume.items():
-            ranges: list[tuple[int, int, int]] = []
-            for row, key in blocks:
-                ranges += self._ranges(row, key)
-            np.add.at(index.leases, [row for row, _ in blocks], 1)  # so that nobody reuses the extents meanwhile
+            ranges = [one for row, key in blocks.items() for one in self._ranges(row, key)]
+            held = np.array(list(blocks), dtype=np.int64)
+            index.leases[held] += 1  # so that nobody reuses the extents meanwhile
             try:
                 found = await e.target.checksums(e.space.specs[VolumeId(volume)], ranges)
             except (Unavailable, TargetFailed) as error:
                 _log.warning("volume %d: blocks cannot be verified: %s", volume, error)
                 return None
             finally:
-                np.subtract.at(index.leases, [row for row, _ in blocks], 1)
-                self._free_retired(np.array([row for row, _ in blocks], dtype=np.int64))
-            at = 0
-            for row, key in blocks:
-                tiles = int(index.tiles[row])
+                index.leases[held] -= 1
+                self._free_retired(held)
+            wrong = self._judge(held, found)
+            e.counters["blocks_verified"] += len(held)
+            if wrong.size:
+                # at once: after the next wait these rows may be other blocks
+                await self.retire(wrong, [blocks[row] for row in wrong.tolist()], "bad")
+            bad += len(wrong)
+        return bad
+
+    def _judge(self, rows: Rows, found: Sequence[int]) -> Rows:
+        """Let suspects whose checksums are as ``found`` be visible; the others. Those that ended meanwhile are neither."""
+        index = self._e.index
+        at, wrong = 0, []
+        for row, tiles in zip(rows.tolist(), index.tiles[rows].tolist(), strict=True):
+            if index.state[row] == RowState.SUSPECT:
                 want = np.frombuffer(index.checksums(np.array([row])), "<u4").tolist()
-                if index.state[row] == RowState.SUSPECT:
-                    if found[at : at + tiles] == want:
-                        index.state[row] = RowState.VISIBLE
-                    else:
-                        bad.append((row, key))
-                at += tiles
-        e.counters["blocks_verified"] += len(rows)
-        if bad:
-            await self.retire(np.array([row for row, _ in bad]), [key for _, key in bad], "bad")
-        return len(bad)
+                if found[at : at + tiles] == want:
+                    index.state[row] = RowState.VISIBLE
+                else:
+                    wrong.append(row)
+            at += tiles
+        return np.array(wrong, dtype=np.int64)
 
     async def verify_some(self) -> int:
         """Verify a few suspects in the background; how many were looked at."""

@@ -29,6 +29,10 @@ class EvictionPolicy(ABC):
         """Rows were read or touched."""
 
     @abstractmethod
+    def loaded(self, index: BlockIndex) -> None:
+        """The index was filled from a checkpoint, its ``tick`` column as the policy had set it."""
+
+    @abstractmethod
     def victims(self, index: BlockIndex, candidates: Rows, count: int, now_s: int) -> Rows:
         """Up to ``count`` of ``candidates``, first to go first."""
 
@@ -48,6 +52,9 @@ class Lru(EvictionPolicy):
 
     def used(self, index: BlockIndex, rows: Rows) -> None:
         self._stamp(index, rows)
+
+    def loaded(self, index: BlockIndex) -> None:
+        self._tick = int(index.tick[: index.high].max(initial=0))
 
     def victims(self, index: BlockIndex, candidates: Rows, count: int, now_s: int) -> Rows:
         kept = index.retain_until_s[candidates] > now_s

@@ -20,6 +20,8 @@ from forebay.appliance.dataplane.interface import Barrier, EndpointInfo, HostVie
 from forebay.appliance.dataplane.volumes import FileVolumes, VolumeLabel, volume_size_bytes
 from forebay.appliance.namespace.acl import Acl
 from forebay.appliance.namespace.blocks import Blocks, Engine
+from forebay.appliance.namespace.changes import ChangeLog
+from forebay.appliance.namespace.checkpoint import save_checkpoint
 from forebay.appliance.namespace.desired_state import (
     DesiredState,
     Eviction,
@@ -81,7 +83,14 @@ class Node:
     """A node that serves; made by `Node.open`."""
 
     def __init__(
-        self, meta: NodeMeta, engine: Engine, state: DesiredState, files: dict[str, FileVolumes], limits: NodeLimits
+        self,
+        meta: NodeMeta,
+        engine: Engine,
+        state: DesiredState,
+        *,
+        files: dict[str, FileVolumes],
+        limits: NodeLimits,
+        checkpoint: Path | None,
     ) -> None:
         self.meta = meta
         self.engine = engine
@@ -91,8 +100,10 @@ class Node:
         self.sessions = SessionTable(engine.clock, engine.random, limits.max_sessions)
         self.blocks = Blocks(engine)
         self.room = Room(engine, self.blocks, state, limits.watermarks)
-        self.writes = Writes(engine, self.blocks, self.room, 0)
-        self.recovered = Recovered(0, 0, 0, 0)
+        self.writes = Writes(engine, self.blocks, self.room)
+        self.recovered = Recovered(0, 0, 0)
+        self._checkpoint = checkpoint
+        self._checkpointed = 0
         self._files = files
         self._admin = asyncio.Lock()
         self._hosts_changing = asyncio.Lock()  # so that a host on its way in is not taken for one that should go
@@ -110,6 +121,7 @@ class Node:
         limits: NodeLimits,
         clock: Clock,
         random: Callable[[int], bytes],
+        checkpoint: Path | None = None,
     ) -> Node:
         """Bring a node up: a new incarnation, hosts of earlier ones torn down, volumes checked, the index built.
 
@@ -123,6 +135,7 @@ class Node:
             target=target,
             space=Space(store, target, drives, limits.region_bytes),
             index=BlockIndex(meta.secret, limits.max_blocks),
+            changes=ChangeLog(store),
             clock=clock,
             random=random,
             policy=Lru(),
@@ -131,10 +144,11 @@ class Node:
             counters=Counter(),
         )
         files = {drive.name: FileVolumes(Path(drive.path)) for drive in drives}
-        node = cls(meta, engine, DesiredState(store), files, limits)
+        node = cls(meta, engine, DesiredState(store), files=files, limits=limits, checkpoint=checkpoint)
         await node._start_volumes()
-        node.recovered = await recover(engine, node.state, was_clean=meta.was_clean)
-        node.writes = Writes(engine, node.blocks, node.room, node.recovered.sequence)
+        node.recovered = await recover(
+            engine, node.state, was_clean=meta.was_clean, checkpoint=checkpoint, node_id=meta.node_id
+        )
         for namespace in node.state.namespaces:
             if namespace.deleting:
                 await node._finish_delete(namespace)
@@ -501,6 +515,17 @@ class Node:
                 taken = await self.blocks.reclaim(minimum, self._reclaim_budget)
                 self._reclaim_budget -= taken
 
+    async def checkpoint(self, *, least_changes: int = 1) -> bool:
+        """Save the index for the next start if so much changed since the last time; whether it was saved."""
+        changes = self.engine.changes
+        if self._checkpoint is None or changes.settled - self._checkpointed < least_changes:
+            return False
+        at = changes.settled
+        saved = await save_checkpoint(self.engine, self._checkpoint, self.meta.node_id, self.blocks.undurable)
+        if saved:
+            self._checkpointed = at
+        return saved
+
     async def release_empty_regions(self) -> None:
         """Give regions without blocks back: what an earlier stop left, and what deletes emptied."""
         for extents in list(self.engine.space.maps.values()):
@@ -527,6 +552,7 @@ class Node:
             except ForebayError as error:
                 _log.warning("volume %d was not flushed: %s", spec.volume, error)
                 clean = False
+        await self.checkpoint()
         if clean:
             await self.meta.mark_clean()
         self.engine.waiters.wake([], WriteExpired.code)

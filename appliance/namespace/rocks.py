@@ -98,6 +98,9 @@ class RocksStore(Store):
         # a cancelled caller must not cancel what is already on its way to the log
         await asyncio.shield(batch.done)
 
+    async def delete_range(self, family: str, start: bytes, stop: bytes) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self._families[family].delete_range, start, stop)
+
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()

@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from forebay.appliance.dataplane.extents import ExtentMap, Region
 from forebay.appliance.dataplane.interface import Target, VolumeSpec
 from forebay.appliance.namespace.desired_state import Volume
@@ -28,6 +30,7 @@ from forebay.appliance.namespace.store import Op, Store
 from forebay.crashpoints import crash_point
 from forebay.errors import MetadataCorrupt, NoSpace
 from forebay.ids import Extent, VolumeId
+from forebay.index import BlockIndex, Rows
 
 __all__ = ["Drive", "Space"]
 
@@ -142,6 +145,28 @@ class Space:
         if extents is None or not extents.adopt(extent):
             return False
         self._scoped[self.volumes[extent.volume].namespace, scope] += extent.length_bytes
+        return True
+
+    def disown_all(self) -> None:
+        """Mark every extent of every claimed region as free."""
+        self._scoped.clear()
+        for extents in self.maps.values():
+            extents.disown_all()
+
+    def adopt_all(self, index: BlockIndex, rows: Rows) -> bool:
+        """Mark the extents of all these rows as owned, at once; False if any cannot be."""
+        for volume in np.unique(index.volume[rows]).tolist():
+            mine = rows[index.volume[rows] == volume]
+            extents = self.maps.get(VolumeId(volume))
+            if extents is None or not (index.namespace[mine] == self.volumes[VolumeId(volume)].namespace).all():
+                return False
+            if not extents.adopt_many(index.offset[mine], index.length[mine]):
+                return False
+        owners = index.namespace[rows].astype(np.uint64) << np.uint64(32) | index.scope[rows]
+        pairs, which = np.unique(owners, return_inverse=True)
+        sizes = np.bincount(which, weights=index.length[rows], minlength=len(pairs))
+        for pair, size in zip(pairs.tolist(), sizes.tolist(), strict=True):
+            self._scoped[pair >> 32, pair & 0xFFFFFFFF] += int(size)
         return True
 
     # ------------------------------------------------------------------------------------------------ regions

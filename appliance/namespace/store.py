@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 __all__ = ["FAMILIES", "MemoryStore", "Op", "Store"]
 
-FAMILIES = ("meta", "state", "keyspaces", "regions", "blocks", "owners")
+FAMILIES = ("meta", "state", "keyspaces", "regions", "blocks", "owners", "changes")
 """meta: format, node, incarnation, epochs · state: namespaces, volumes, principals, scopes · keyspaces: digest →
-schema CBOR · regions: claimed regions · blocks: stored key → record · owners: extent → stored key."""
+schema CBOR · regions: claimed regions · blocks: stored key → record · owners: extent →
+stored key · changes: number → stored key, since the last checkpoint of the index."""
 
 
 class Op(NamedTuple):
@@ -48,6 +49,10 @@ class Store(ABC):
         """
 
     @abstractmethod
+    async def delete_range(self, family: str, start: bytes, stop: bytes) -> None:
+        """Delete keys from ``start`` up to, not including, ``stop``; need not be durable when it returns."""
+
+    @abstractmethod
     def close(self) -> None:
         """Flush and let go."""
 
@@ -74,6 +79,10 @@ class MemoryStore(Store):
                 self.families[family].pop(key, None)
             else:
                 self.families[family][key] = value
+
+    async def delete_range(self, family: str, start: bytes, stop: bytes) -> None:
+        for key in [k for k in self.families[family] if start <= k < stop]:
+            del self.families[family][key]
 
     def close(self) -> None:
         pass

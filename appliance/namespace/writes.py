@@ -78,11 +78,10 @@ class TileSum:
 class Writes:
     """The engine's writing side. One event loop owns it."""
 
-    def __init__(self, engine: Engine, blocks: Blocks, room: Room, sequence: int) -> None:
+    def __init__(self, engine: Engine, blocks: Blocks, room: Room) -> None:
         self._e = engine
         self._blocks = blocks
         self._room = room
-        self._sequence = sequence
         self._by_digest: dict[bytes, PendingWrite] = {}
         self._next_grant = 1
         self._barriers: dict[VolumeId, _SharedBarrier] = {}
@@ -307,17 +306,17 @@ class Writes:
             await self._unrecord([w for w in group if w.recorded])
             return error.code
         ops, records = [], []
-        for write in group:
+        numbers, logged = e.changes.enter([w.stored_key for w in group])
+        for write, number in zip(group, numbers, strict=True):
             write.recorded = True
             extent = extents[write.write_id]
-            self._sequence += 1
             record = Record(
                 write.write_id,
                 extent,
                 write.layout.value_bytes,
                 tuple(write.checksums[t] for t in range(write.layout.tiles)),
                 policy,
-                self._sequence,
+                number,
                 e.clock.wall_ms(),
                 write.retain_until_ms,
                 write.expires_ms,
@@ -327,9 +326,10 @@ class Writes:
             records.append(record)
             ops.append(Op("blocks", write.stored_key, record.encode()))
             ops.append(Op("owners", owner_key(extent.volume, extent.offset_bytes), write.stored_key))
-        await e.store.write(ops, durable=policy is not Durability.VOLATILE)
+        await e.store.write(ops + logged, durable=policy is not Durability.VOLATILE)
         crash_point("commit.after_metadata_before_visible")
         self._link(group, records)
+        e.changes.settle(numbers)
         return OK
 
     def _link(self, group: list[PendingWrite], records: list[Record]) -> None:
@@ -413,7 +413,9 @@ class Writes:
             ops.append(Op("blocks", write.stored_key, None))
             ops.append(Op("owners", owner_key(extent.volume, extent.offset_bytes), None))
         if ops:
-            await self._e.store.write(ops)
+            numbers, logged = self._e.changes.enter([w.stored_key for w in writes])
+            await self._e.store.write(ops + logged)
+            self._e.changes.settle(numbers)
 
     def _free(self, write: PendingWrite) -> None:
         self._e.space.give(cast(Extent, write.extent), write.scope)

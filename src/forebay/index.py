@@ -1,8 +1,8 @@
 """The packed block index: fixed-width columns in reserved memory and an open-addressing table over them.
 
 No Python object per block. A block is a row number; each fact about it is a cell of a column (numpy). Look-ups of a
-whole batch are vectorised: about 0.1 µs a key in the table beside 0.6 µs for its keyed digest. Memory a block: 100 bytes
-of columns, 4 a tile of checksums, 6 to 12 of table.
+whole batch are vectorised: about 0.1 µs a key in the table beside 0.6 µs for its keyed digest. Memory a block: 100
+bytes of columns, 4 a tile of checksums, 6 to 12 of table.
 
 Columns are reserved as address space for the most rows the node can ever hold and touched as they fill, so growth
 copies nothing and never stalls a reader. Not thread-safe: its owner is one event loop.
@@ -136,9 +136,13 @@ class BlockIndex:
         self.high = 0  # rows ever used: scans end here
         self.count = 0  # rows that can be found
         self._free: list[int] = []
-        self._pools: dict[int, SumPool] = {}
+        self.pools: dict[int, SumPool] = {}
         self._slots = np.full(_MIN_SLOTS, _EMPTY, np.uint32)
         self._filled = 0  # slots that are not empty: rows and tombstones
+
+    def fresh(self) -> BlockIndex:
+        """An empty index with the same secret and bound."""
+        return BlockIndex(self._secret, self.max_rows)
 
     # ------------------------------------------------------------------------------------------------ digests
 
@@ -187,7 +191,7 @@ class BlockIndex:
         for tiles in np.unique(sizes).tolist():
             mine = sizes == tiles
             batch = np.array([s for s, m in zip(sums, mine, strict=True) if m], dtype=np.uint32)
-            self.sums[rows[mine]] = self._pool(tiles).put(batch)
+            self.sums[rows[mine]] = self.pool(tiles).put(batch)
         self._link(rows, digests)
         self.count += count
         return rows
@@ -198,7 +202,8 @@ class BlockIndex:
         slots = self._slots
         for row, low in zip(rows.tolist(), self.digest[rows, 0].tolist(), strict=True):
             at = low & mask
-            while slots[at] != row:
+            while (found := slots[at]) != row:
+                assert found != _EMPTY, f"row {row} is unlinked but was not linked"
                 at = (at + 1) & mask
             slots[at] = _TOMB
         self.count -= len(rows)
@@ -208,7 +213,7 @@ class BlockIndex:
         """Give unlinked rows back."""
         tiles = self.tiles[rows]
         for size in np.unique(tiles).tolist():
-            self._pools[size].drop(self.sums[rows[tiles == size]].tolist())
+            self.pools[size].drop(self.sums[rows[tiles == size]].tolist())
         self.state[rows] = RowState.FREE
         self._free.extend(rows.tolist())
 
@@ -217,23 +222,46 @@ class BlockIndex:
         tiles = self.tiles[rows]
         sizes = np.unique(tiles)
         if len(sizes) == 1:
-            return self._pools[int(sizes[0])].data[self.sums[rows]].tobytes()
-        pools, places = self._pools, self.sums[rows].tolist()
+            return self.pools[int(sizes[0])].data[self.sums[rows]].tobytes()
+        pools, places = self.pools, self.sums[rows].tolist()
         return b"".join([pools[n].data[p].tobytes() for n, p in zip(tiles.tolist(), places, strict=True)])
 
     def memory_bytes(self) -> int:
         """Bytes of memory in use: touched columns, checksums and the table."""
         columns = self.high * sum(dtype.itemsize for dtype in COLUMNS.values())
-        pools = sum(pool.used * pool.data.itemsize * tiles for tiles, pool in self._pools.items())
+        pools = sum(pool.used * pool.data.itemsize * tiles for tiles, pool in self.pools.items())
         return int(columns + pools + self._slots.nbytes)
 
-    # ------------------------------------------------------------------------------------------------ inside
-
-    def _pool(self, tiles: int) -> SumPool:
-        pool = self._pools.get(tiles)
+    def pool(self, tiles: int) -> SumPool:
+        """The pool of blocks with that many tiles."""
+        pool = self.pools.get(tiles)
         if pool is None:
-            pool = self._pools[tiles] = SumPool(tiles, self.max_rows)
+            pool = self.pools[tiles] = SumPool(tiles, self.max_rows)
         return pool
+
+    def relink(self) -> None:
+        """Make table, free lists and counts anew from the columns, as after loading them.
+
+        Visible and suspect rows can be found afterwards; all others are free. Two rows may have one digest then:
+        `find` meets one of them, and `unlink` takes the one it is given.
+        """
+        state = self.state[: self.high]
+        live = (state == RowState.VISIBLE) | (state == RowState.SUSPECT)
+        rows = np.flatnonzero(live)
+        state[~live] = RowState.FREE
+        self.leases[: self.high] = 0
+        self.pins[: self.high] = 0
+        self._free = np.flatnonzero(~live).tolist()
+        self.count = len(rows)
+        self._slots = np.empty(0, np.uint32)
+        self._rebuild(len(rows))
+        self._filled = self._place(rows.astype(np.uint32), self.digest[rows, 0])
+        for tiles, pool in self.pools.items():
+            taken = np.zeros(pool.used, bool)
+            taken[self.sums[rows[self.tiles[rows] == tiles]]] = True
+            pool.drop(np.flatnonzero(~taken).tolist())
+
+    # ------------------------------------------------------------------------------------------------ inside
 
     def _take_rows(self, count: int) -> Rows:
         reuse = min(count, len(self._free))

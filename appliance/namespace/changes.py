@@ -1,0 +1,64 @@
+"""The log of changes to block records, since the last checkpoint of the index.
+
+Each put or delete of a record carries, in the same batch, an entry ``number → stored key`` in the ``changes`` family.
+A start loads the checkpoint and looks up again only the keys that changed since. Numbers are also the sequences of
+commits. A change is *settled* when the index shows it; a checkpoint holds all settled changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from forebay.appliance.namespace.store import Op, Store
+from forebay.ids import StoredKey
+
+__all__ = ["ChangeLog"]
+
+_BASE = b"change_base"
+
+
+class ChangeLog:
+    """Numbers changes and knows which of them the index shows."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        base = int.from_bytes(store.get("meta", _BASE) or b"", "big")
+        self.last = max([base, *(number for number, _ in self.after(base))])
+        self._open: dict[int, int] = {}  # first number of a batch -> its last
+
+    def enter(self, stored_keys: Sequence[StoredKey]) -> tuple[range, list[Op]]:
+        """Numbers for a batch of changes, and what to write with it. `settle` them when the index shows them.
+
+        A batch whose write failed is never settled: nobody knows whether its records are there.
+        """
+        numbers = range(self.last + 1, self.last + 1 + len(stored_keys))
+        self.last += len(stored_keys)
+        self._open[numbers.start] = self.last
+        return numbers, [Op("changes", _key(n), key) for n, key in zip(numbers, stored_keys, strict=True)]
+
+    def settle(self, numbers: range) -> None:
+        """The index shows these."""
+        self._open.pop(numbers.start, None)
+
+    @property
+    def settled(self) -> int:
+        """All changes up to this number are in the index."""
+        return min(self._open) - 1 if self._open else self.last
+
+    def skip_to(self, number: int) -> None:
+        """Number later changes above ``number``, which a record carries."""
+        self.last = max(self.last, number)
+
+    def after(self, number: int) -> Iterator[tuple[int, StoredKey]]:
+        """Logged changes above ``number``, in order."""
+        for key, stored in self._store.scan("changes", start=_key(number + 1)):
+            yield int.from_bytes(key, "big"), StoredKey(stored)
+
+    async def forget(self, number: int) -> None:
+        """A durable checkpoint holds all changes up to ``number``: drop their entries."""
+        await self._store.write([Op("meta", _BASE, _key(number))])
+        await self._store.delete_range("changes", _key(0), _key(number + 1))
+
+
+def _key(number: int) -> bytes:
+    return number.to_bytes(8, "big")

@@ -1,0 +1,152 @@
+"""A checkpoint of the packed index, so that a start reads columns instead of every record.
+
+The file is fuzzy: rows are copied in parts while the node serves. That is sound because every key that changed after
+the copy began is in the change log and is looked up again at load; a row copied twice or too late belongs to such a
+key. Before the file gets its name, all changes it can show are made durable. Anything wrong with it (version, node,
+damage, a change log that does not reach it) means a rebuild from the records, never a guess.
+
+Layout: a CBOR header; cells of every column, a range of rows at a time; a CBOR map of pools (tiles → rows used); the
+checksums of every pool. Each part is its length, its bytes, and their CRC-32C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import cbor2
+import numpy as np
+
+from forebay.appliance.namespace.blocks import Engine
+from forebay.checksum import crc32c
+from forebay.errors import MetadataCorrupt
+from forebay.index import COLUMNS, BlockIndex, RowState
+
+__all__ = ["FILE_NAME", "load_checkpoint", "save_checkpoint"]
+
+_log = logging.getLogger(__name__)
+
+FILE_NAME = "index.checkpoint"
+_VERSION = 1
+_LENGTH = struct.Struct("<Q")
+_CRC = struct.Struct("<I")
+_PART_ROWS = 1 << 16
+_MAX_HEADER_BYTES = 1 << 20
+
+
+def _ranges(rows: int) -> Iterator[slice]:
+    return (slice(start, min(rows, start + _PART_ROWS)) for start in range(0, rows, _PART_ROWS))
+
+
+def _write_part(file: IO[bytes], data: bytes) -> None:
+    file.write(_LENGTH.pack(len(data)))
+    file.write(data)
+    file.write(_CRC.pack(crc32c(data)))
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+async def save_checkpoint(engine: Engine, path: Path, node_id: bytes, undurable: set[int]) -> bool:
+    """Write the index to ``path`` while the node serves, and shorten the change log; False if it was given up.
+
+    ``undurable`` are retired rows whose delete may not be in the log: with one left, the file would forget a record.
+    """
+    index, run = engine.index, asyncio.get_running_loop().run_in_executor
+    change, high = engine.changes.settled, index.high
+    unfinished = path.with_name(path.name + ".new")
+    with open(unfinished, "wb") as file:
+        header = {"v": _VERSION, "node": node_id, "change": change, "high": high, "columns": list(COLUMNS)}
+        await run(None, _write_part, file, cbor2.dumps(header, canonical=True))
+        for rows in _ranges(high):
+            # copied at one moment, written while the loop serves
+            for data in [getattr(index, name)[rows].tobytes() for name in COLUMNS]:
+                await run(None, _write_part, file, data)
+        used = {tiles: pool.used for tiles, pool in index.pools.items()}
+        await run(None, _write_part, file, cbor2.dumps(used, canonical=True))
+        for tiles, count in used.items():
+            for rows in _ranges(count):
+                await run(None, _write_part, file, index.pools[tiles].data[rows].tobytes())
+        await engine.store.write([])  # behind everything that the copy may show
+        if undurable:
+            _log.warning("no checkpoint: a delete could not be written")
+            return False
+        await run(None, _sync, file)
+    os.replace(unfinished, path)
+    await engine.changes.forget(change)
+    return True
+
+
+def _read_part(file: IO[bytes], most_bytes: int) -> bytes:
+    length = _LENGTH.unpack(_exactly(file, _LENGTH.size))[0]
+    if length > most_bytes:
+        raise MetadataCorrupt(f"a part of {length} bytes", field="checkpoint", limit=most_bytes)
+    data = _exactly(file, length)
+    if _CRC.unpack(_exactly(file, _CRC.size))[0] != crc32c(data):
+        raise MetadataCorrupt("a part's CRC is wrong", field="checkpoint")
+    return data
+
+
+def _exactly(file: IO[bytes], length: int) -> bytes:
+    data = file.read(length)
+    if len(data) != length:
+        raise MetadataCorrupt("the file ends early", field="checkpoint")
+    return data
+
+
+def load_checkpoint(engine: Engine, path: Path, node_id: bytes) -> int | None:
+    """Fill an empty index from ``path``; the change up to which it is whole, or None when there is no use in it.
+
+    Rows that were free or retired when copied are free. The index's table is not made yet: see `BlockIndex.relink`.
+    Raises `MetadataCorrupt` for a damaged file, and then the index must be thrown away.
+    """
+    try:
+        with open(path, "rb") as file:
+            header = cbor2.loads(_read_part(file, _MAX_HEADER_BYTES))
+            if header["v"] != _VERSION or header["node"] != node_id or header["columns"] != list(COLUMNS):
+                _log.warning("%s is of another version or node: the index is rebuilt from the records", path)
+                return None
+            change, high = int(header["change"]), int(header["high"])
+            if change > engine.changes.last or high > engine.index.max_rows:
+                _log.warning("%s is newer than the records: the index is rebuilt from them", path)
+                return None
+            _fill(engine.index, file, high)
+            return change
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, ValueError, cbor2.CBORDecodeError) as error:
+        raise MetadataCorrupt(f"{path}: {error!r}", field="checkpoint") from error
+
+
+def _fill(index: BlockIndex, file: IO[bytes], high: int) -> None:
+    for rows in _ranges(high):
+        for name in COLUMNS:
+            _put(getattr(index, name)[rows], file)
+    used = cbor2.loads(_read_part(file, _MAX_HEADER_BYTES))
+    for tiles, count in used.items():
+        pool = index.pool(int(tiles))
+        if count > index.max_rows:
+            raise MetadataCorrupt("a pool has more rows than the index", field="checkpoint", limit=index.max_rows)
+        for rows in _ranges(count):
+            _put(pool.data[rows], file)
+        pool.used = count
+    index.high = high
+    live = (index.state[:high] == RowState.VISIBLE) | (index.state[:high] == RowState.SUSPECT)
+    for tiles in np.unique(index.tiles[:high][live]).tolist():
+        mine = live & (index.tiles[:high] == tiles)
+        if tiles not in index.pools or int(index.sums[:high][mine].max()) >= index.pools[tiles].used:
+            raise MetadataCorrupt("a row's checksums are not in the file", field="checkpoint")
+
+
+def _put(cells: Any, file: IO[bytes]) -> None:
+    data = _read_part(file, cells.nbytes)
+    if len(data) != cells.nbytes:
+        raise MetadataCorrupt(f"a part of {len(data)} bytes", field="checkpoint", limit=cells.nbytes)
+    cells[:] = np.frombuffer(data, cells.dtype).reshape(cells.shape)
