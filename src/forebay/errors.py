@@ -1,8 +1,8 @@
 """One error tree with stable codes.
 
 A code exists because a caller could react to it; a retired number is never used again. The same numbers travel in
-per-key status columns (``0`` is success), in gRPC trailers and in metrics, and one table (`GRPC_STATUS`) says which
-gRPC status a failed call carries. Ranges: 1xxx the request is wrong, 2xxx who asks, 3xxx state that moved on,
+per-key status columns (``0`` is success), in gRPC trailers and in metrics, and one table a protocol (`GRPC_STATUS`,
+`HTTP_STATUS`) says which status a failed call carries. Ranges: 1xxx the request is wrong, 2xxx who asks, 3xxx state that moved on,
 4xxx capacity, 5xxx a block that cannot be had (a miss), 6xxx the node, 7xxx the data path.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 __all__ = [
     "BY_CODE",
     "GRPC_STATUS",
+    "HTTP_STATUS",
     "OK",
     "Absent",
     "AlreadyExists",
@@ -52,6 +53,7 @@ __all__ = [
     "WriteExpired",
     "WriteFenced",
     "from_code",
+    "http_status",
     "reason",
 ]
 
@@ -353,7 +355,42 @@ GRPC_STATUS: dict[type[ForebayError], str] = {
     DeadlineExceeded: "DEADLINE_EXCEEDED",
     ForebayError: "INTERNAL",
 }
-"""gRPC status of a failed call, by the nearest class in the tree (see `grpc_status`)."""
+"""gRPC status of a failed call, by the nearest class in the tree."""
+
+HTTP_STATUS: dict[type[ForebayError], int] = {
+    InvalidArgument: 400,
+    Unauthenticated: 401,
+    PermissionDenied: 403,
+    NotFound: 404,
+    AlreadyExists: 409,
+    SessionExpired: 409,
+    LeaseExpired: 409,
+    StaleIncarnation: 409,
+    StaleGeneration: 409,
+    StaleMap: 409,
+    WriteExpired: 409,
+    NoSpace: 507,
+    QuotaExceeded: 507,
+    CapacityShort: 507,
+    Busy: 429,
+    Absent: 404,
+    Pending: 409,
+    ChecksumMismatch: 500,
+    MetadataCorrupt: 500,
+    Unavailable: 503,
+    DeadlineExceeded: 504,
+    ProtocolError: 502,
+    ConnectionLost: 503,
+    TargetRefused: 502,
+    TargetFailed: 502,
+    ForebayError: 500,
+}
+"""HTTP status of a failed call, by the nearest class in the tree (`http_status`)."""
+
+
+def http_status(error: ForebayError) -> int:
+    """The HTTP status that an error goes out with."""
+    return next(HTTP_STATUS[cls] for cls in type(error).__mro__ if cls in HTTP_STATUS)
 
 
 def from_code(
