@@ -474,7 +474,7 @@ class Blocks:
         return bad
 
     def _judge(self, rows: Rows, found: Sequence[int]) -> Rows:
-        """Let suspects whose checksums are as ``found`` be visible; the others. Those that ended meanwhile are neither."""
+        """Let suspects whose checksums are as ``found`` be visible; the others, of which none has ended meanwhile."""
         index = self._e.index
         at, wrong = 0, []
         for row, tiles in zip(rows.tolist(), index.tiles[rows].tolist(), strict=True):

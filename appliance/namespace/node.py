@@ -47,6 +47,7 @@ from forebay.errors import (
     ForebayError,
     InvalidArgument,
     NamespaceNotFound,
+    SessionExpired,
     StaleGeneration,
     Unavailable,
     VolumeMismatch,
@@ -244,11 +245,8 @@ class Node:
 
     async def replay(self) -> None:
         """Make a target that restarted know again what it should: volumes, hosts of live sessions, live grants."""
-        target = self.engine.target
         await self.reconcile()
-        grants = self.writes.live_grants()
-        await target.revoke([g.grant for g in grants])
-        await target.grant(grants)
+        await self.writes.replay_grants()
 
     async def reconcile(self) -> list[str]:
         """Compare what the target has with what it should have and replay the difference; what differed."""
@@ -431,6 +429,8 @@ class Node:
         fresh = str(uuid.UUID(bytes=self.engine.random(16), version=4))
         host = HostIdentity(_NQN + fresh, fresh)
         async with self._hosts_changing:
+            if session.state is not SessionState.OPEN:
+                raise SessionExpired("the session ended while the call ran", field="context.session")
             await self.engine.target.add_host(session.access.namespace.tenant, host, self._specs(session.namespace))
             session.hosts[host.nqn] = host
         return host

@@ -83,12 +83,16 @@ class Space:
 
     async def drop_volume(self, volume: VolumeId) -> None:
         """Forget a volume whose file is gone, and its regions."""
-        extents = self.maps.pop(volume)
-        drive = self.drives[self.volumes.pop(volume).drive]
-        del self.specs[volume]
-        await self._store.write([Op("regions", _REGION_KEY.pack(volume, n), None) for n in extents.claimed])
-        drive.claimed_regions -= len(extents.claimed)
-        drive.full = False
+        async with self._changing:  # a claim under way ends first, and its record is seen here
+            extents, gone = self.maps.pop(volume), self.volumes.pop(volume)
+            del self.specs[volume]
+            for owner in [o for o in self._scoped if o[0] == gone.namespace and not self.volumes_of(o[0])]:
+                del self._scoped[owner]
+            claimed = self._store.scan("regions", prefix=volume.to_bytes(4, "big"))
+            await self._store.write([Op("regions", key, None) for key, _ in list(claimed)])
+            drive = self.drives[gone.drive]
+            drive.claimed_regions -= len(extents.claimed)
+            drive.full = False
 
     def volumes_of(self, namespace: int) -> list[Volume]:
         """A namespace's volumes."""
@@ -135,7 +139,12 @@ class Space:
         return taken
 
     def give(self, extent: Extent, scope: int) -> None:
-        """Take an extent back from its scope; all that design §6.4 asks has happened."""
+        """Take an extent back from its scope; all that design §6.4 asks has happened.
+
+        An extent of a volume that is gone went with it.
+        """
+        if extent.volume not in self.maps:
+            return
         self.maps[extent.volume].give(extent)
         self._scoped[self.volumes[extent.volume].namespace, scope] -= extent.length_bytes
 
@@ -219,11 +228,13 @@ class Space:
             extents = self.maps.get(region.volume)
             if extents is None or extents.claimed.get(region.number) is not region or not region.empty:
                 return  # somebody was faster
-            extents.unclaim(region.number)
+            # should the target not answer, the region stays claimed and closed, and a later call releases it
+            extents.close(region.number)
             crash_point("region.before_release")
             await self._target.release_region(self.specs[region.volume], region.offset_bytes, self.region_bytes)
             crash_point("region.after_release_before_record")
             await self._store.write([Op("regions", _REGION_KEY.pack(region.volume, region.number), None)])
+            extents.unclaim(region.number)
             drive = self.drives[self.volumes[region.volume].drive]
             drive.claimed_regions -= 1
             drive.full = False

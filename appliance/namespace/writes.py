@@ -85,6 +85,7 @@ class Writes:
         self._by_digest: dict[bytes, PendingWrite] = {}
         self._next_grant = 1
         self._barriers: dict[VolumeId, _SharedBarrier] = {}
+        self._replaying = asyncio.Lock()
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -98,8 +99,20 @@ class Writes:
         mine = (w for w in self._by_digest.values() if w.session.namespace == namespace)
         return sum(w.extent.length_bytes for w in mine if w.extent is not None)
 
-    def live_grants(self) -> list[WriteGrant]:
-        """Grants that the target should know: what is replayed when it restarted."""
+    async def replay_grants(self) -> None:
+        """Tell a target that restarted what is being written."""
+        async with self._replaying:
+            grants = self._live_grants()
+            await self._e.target.revoke([g.grant for g in grants])
+            await self._e.target.grant(grants)
+
+    async def _close_grants(self, writes: Sequence[PendingWrite]) -> None:
+        """Revoke the grants of writes that have left the state in which a replay takes them for live."""
+        async with self._replaying:
+            pass  # a replay that saw them before would open them again after us, for ever
+        await self._e.target.revoke([g for w in writes for g in w.grants])
+
+    def _live_grants(self) -> list[WriteGrant]:
         return [
             WriteGrant(grant, host, w.extent)
             for w in self._by_digest.values()
@@ -140,7 +153,7 @@ class Writes:
             write.retain_until_ms = max(write.retain_until_ms, min(retain_until_ms, _MAX_TICKED_MS))
             writes[i] = self._by_digest[digest] = write
         try:
-            await self._find_room(session, writes, status)
+            await self._find_room(session, keys, writes, status)
             await self._grant(session, writes, hosts)
         except BaseException:
             self._doom(writes.values())
@@ -174,12 +187,15 @@ class Writes:
             expires_ms=min(now_ms + namespace.ttl_ms, _MAX_TICKED_MS) if namespace.ttl_ms else 0,
         )
 
-    async def _find_room(self, session: Session, writes: dict[int, PendingWrite], status: list[int]) -> None:
-        exact = session.schema.engine != "opaque"
+    async def _find_room(
+        self, session: Session, keys: Sequence[BlockKey], writes: dict[int, PendingWrite], status: list[int]
+    ) -> None:
         by_slot: dict[tuple[int, int], list[int]] = {}
         for i, write in writes.items():
             size = write.layout.extent_bytes
-            by_slot.setdefault((write.scope, size if exact else slot_class_bytes(size)), []).append(i)
+            if session.schema.groups[keys[i].group].kind == "opaque":
+                size = slot_class_bytes(size)  # values of any size: a region for each would take the whole drive
+            by_slot.setdefault((write.scope, size), []).append(i)
         for (scope, slot_bytes), indices in by_slot.items():
             if slot_bytes > self._e.space.region_bytes:
                 raise ValueSize(
@@ -234,9 +250,10 @@ class Writes:
         one's answer. Raises `GridInvalid`, and then nothing of the call was done.
         """
         found = [session.writes.get(write_id) for write_id, _ in rows]
-        for i, (write, (_, sums)) in enumerate(zip(found, rows, strict=True)):
+        said: dict[WriteId, dict[int, int]] = {}
+        for i, (write, (write_id, sums)) in enumerate(zip(found, rows, strict=True)):
             if write is not None:
-                _check_tiles(write, sums, i)
+                _check_tiles(write, said.setdefault(write_id, {}), sums, i)
         recent = dict(session.recent) if None in found else {}
         status: list[int] = []
         ready: list[PendingWrite] = []
@@ -292,7 +309,7 @@ class Writes:
     async def _commit_group(self, policy: Durability, group: list[PendingWrite]) -> int:
         e = self._e
         crash_point("commit.before_revoke")
-        await e.target.revoke([g for w in group for g in w.grants])
+        await self._close_grants(group)
         extents = {w.write_id: cast(Extent, w.extent) for w in group}
         flushed: set[VolumeId] = set()
         if policy is Durability.FLUSH:
@@ -392,7 +409,7 @@ class Writes:
         for write in writes:
             write.state = WriteState.FENCING
         try:
-            await self._e.target.revoke([g for w in writes for g in w.grants])
+            await self._close_grants(writes)
             if not quiesced:
                 for host in {h for w in writes for h in w.hosts}:
                     await self._e.target.teardown_host(host)
@@ -438,7 +455,8 @@ class Writes:
         await self.fence([w for w in mine if w.state is WriteState.WRITING], quiesced=True)
 
 
-def _check_tiles(write: PendingWrite, sums: Sequence[TileSum], row: int) -> None:
+def _check_tiles(write: PendingWrite, said: dict[int, int], sums: Sequence[TileSum], row: int) -> None:
+    """Refuse tiles outside the grid, and a second checksum of one, be it in this call (``said``) or an earlier one."""
     if not sums:
         raise GridInvalid(f"row {row} commits no tile", field="tiles")
     for tile in sums:
@@ -446,7 +464,7 @@ def _check_tiles(write: PendingWrite, sums: Sequence[TileSum], row: int) -> None
             raise GridInvalid(
                 f"row {row} commits tile {tile.tile}", field="tiles", limit=f"0 to {write.layout.tiles - 1}"
             )
-        if write.checksums.get(tile.tile, tile.checksum) != tile.checksum:
+        if said.setdefault(tile.tile, write.checksums.get(tile.tile, tile.checksum)) != tile.checksum:
             raise GridInvalid(f"row {row}: tile {tile.tile} was committed with another checksum", field="tiles")
 
 
