@@ -169,46 +169,65 @@ class EmbeddedTarget(Target):
         nqn = self.subsystem_nqn(tenant)
         async with self._shape:
             subsystem = await self._subsystem(nqn)
+            # First the right to come back, then the connections: in the other order it could return in between.
             if subsystem is not None:
-                # First the right to come back, then the connections: in the other order it could return in between.
-                if host.nqn in _hosts(subsystem):
-                    await self._rpc.call("nvmf_subsystem_remove_host", {"nqn": nqn, "host": host.nqn})
-                for namespace in subsystem["namespaces"]:
-                    if host.nqn in _hosts(namespace):
-                        values = {"nqn": nqn, "nsid": namespace["nsid"], "host": host.nqn}
-                        await self._rpc.call("nvmf_ns_remove_host", values)
+                await self._remove_host(nqn, subsystem, host.nqn)
             await self.teardown_host(host)
             await self._drop_if_empty(nqn)
 
     async def reconcile(self, volumes: Sequence[VolumeSpec], hosts: Sequence[HostView]) -> list[str]:
-        found: list[str] = []
+        # One look at everything, then calls for the differences alone: thousands of hosts cost what few do.
         wanted = {(self.subsystem_nqn(spec.tenant), spec.nsid): spec for spec in volumes}
-        seen = {(self.subsystem_nqn(view.tenant), view.host.nqn): view for view in hosts}
-        mine = f"{NQN_PREFIX}:{self._node}:"
+        views = {(self.subsystem_nqn(view.tenant), view.host.nqn): view for view in hosts}
         async with self._shape:
-            reported = await self._rpc.call("nvmf_get_subsystems")
+            reported = [one for one in await self._rpc.call("nvmf_get_subsystems") if "namespaces" in one]
+            mine = f"{NQN_PREFIX}:{self._node}:"
             subsystems = {one["nqn"]: one for one in reported if one["nqn"].startswith(mine)}
+            bdevs = {one["name"]: one["driver_specific"]["aio"] for one in await self._rpc.call("bdev_get_bdevs")}
             for nqn, subsystem in subsystems.items():
-                for host in _hosts(subsystem) - {name for owner, name in seen if owner == nqn}:
-                    found.append(f"host {host} is not of a live session")
-                    await self._rpc.call("nvmf_subsystem_remove_host", {"nqn": nqn, "host": host})
-                    await self._rpc.call("forebay_host_teardown", {"host_nqn": host, "host_id": None})
-                for namespace in subsystem["namespaces"]:
-                    spec = wanted.get((nqn, namespace["nsid"]))
-                    if spec is None or namespace["bdev_name"] != spec.bdev:
-                        found.append(f"NSID {namespace['nsid']} of {nqn} is not a volume of this node")
-                        await self._rpc.call("nvmf_subsystem_remove_ns", {"nqn": nqn, "nsid": namespace["nsid"]})
-                        with suppress(NotFound):
-                            await self._rpc.call("bdev_aio_delete", {"name": namespace["bdev_name"]})
-        served = {(nqn, one["nsid"]) for nqn, subsystem in subsystems.items() for one in subsystem["namespaces"]}
-        for key, spec in wanted.items():
-            if key not in served:
-                found.append(f"volume {spec.volume} is not served")
-            await self.add_volume(spec)
-        for (nqn, name), view in seen.items():
-            if name not in _hosts(subsystems.get(nqn, {})):
-                found.append(f"host {name} cannot connect")
-            await self.add_host(view.tenant, view.host, view.volumes)
+                for one in subsystem["namespaces"]:
+                    spec = wanted.get((nqn, one["nsid"]))
+                    file = bdevs.get(one["bdev_name"], {}).get("filename")
+                    one["wanted"] = spec is not None and (one["bdev_name"], file) == (spec.bdev, spec.path)
+            found = await self._take_away(subsystems, views)
+            kept = {one["bdev_name"] for each in subsystems.values() for one in each["namespaces"] if one["wanted"]}
+            others = {
+                one["bdev_name"] for each in reported if each["nqn"] not in subsystems for one in each["namespaces"]
+            }
+            for name in sorted(bdevs.keys() - kept - others):
+                found.append(f"{bdevs[name]['filename']} is open and is not served")
+                with suppress(NotFound):
+                    await self._rpc.call("bdev_aio_delete", {"name": name})
+        for (nqn, _nsid), spec in wanted.items():
+            self._volumes[spec.volume] = spec
+            listens = _listener(subsystems.get(nqn, {}), self._address) is not None
+            if spec.bdev not in kept or not listens or bdevs[spec.bdev]["mode"] != _mode(spec):
+                found.append(f"volume {spec.volume} is not served as it should be")
+                await self.add_volume(spec)
+        for (nqn, name), view in views.items():
+            subsystem = subsystems.get(nqn, {"namespaces": ()})
+            sees = {one["nsid"] for one in subsystem["namespaces"] if one["wanted"] and name in _hosts(one)}
+            if name not in _hosts(subsystem) or sees != {spec.nsid for spec in view.volumes}:
+                found.append(f"host {name} does not see what it should")
+                await self.add_host(view.tenant, view.host, view.volumes)
+        return found
+
+    async def _take_away(
+        self, subsystems: dict[str, dict[str, Any]], views: dict[tuple[str, str], HostView]
+    ) -> list[str]:
+        """Hosts without a view, then namespaces that are not ``wanted``; says which there were."""
+        found: list[str] = []
+        for nqn, subsystem in subsystems.items():
+            names = _hosts(subsystem).union(*(_hosts(one) for one in subsystem["namespaces"]))
+            for name in sorted(name for name in names if (nqn, name) not in views):
+                found.append(f"host {name} is not of a live session")
+                await self._remove_host(nqn, subsystem, name)
+                await self._rpc.call("forebay_host_teardown", {"host_nqn": name})
+            for one in subsystem["namespaces"]:
+                if not one["wanted"]:
+                    found.append(f"NSID {one['nsid']} of {nqn} is not a volume of this node")
+                    await self._rpc.call("nvmf_subsystem_remove_ns", {"nqn": nqn, "nsid": one["nsid"]})
+            await self._drop_if_empty(nqn)
         return found
 
     async def teardown_host(self, host: HostIdentity) -> None:
@@ -306,9 +325,8 @@ class EmbeddedTarget(Target):
             known = {"filename": spec.path, "mode": "fenced"}
         if known["filename"] != spec.path:
             raise VolumeMismatch(f"the target serves {known['filename']} as {spec.bdev}, not {spec.path}", field="path")
-        mode = "fenced" if spec.fenced else "raw"
-        if known["mode"] != mode:
-            await self._rpc.call("forebay_bdev_set_mode", {"name": spec.bdev, "mode": mode})
+        if known["mode"] != _mode(spec):
+            await self._rpc.call("forebay_bdev_set_mode", {"name": spec.bdev, "mode": _mode(spec)})
 
     async def _ensure_subsystem(self, tenant: str) -> dict[str, Any]:
         nqn = self.subsystem_nqn(tenant)
@@ -331,6 +349,15 @@ class EmbeddedTarget(Target):
             raise TargetFailed(f"{nqn} went away while it was made", field="tenant")
         self._port = int(listener["trsvcid"])
         return found
+
+    async def _remove_host(self, nqn: str, subsystem: dict[str, Any], name: str) -> None:
+        """Take a host's right to connect and its sight of namespaces away, as far as it has them."""
+        if name in _hosts(subsystem):
+            await self._rpc.call("nvmf_subsystem_remove_host", {"nqn": nqn, "host": name})
+        for namespace in subsystem["namespaces"]:
+            if name in _hosts(namespace):
+                values = {"nqn": nqn, "nsid": namespace["nsid"], "host": name}
+                await self._rpc.call("nvmf_ns_remove_host", values)
 
     async def _ensure_transport(self) -> None:
         known = await self._rpc.call("nvmf_get_transports")
@@ -372,6 +399,10 @@ class EmbeddedTarget(Target):
         subsystem = await self._subsystem(nqn)
         if subsystem is not None and not subsystem["namespaces"] and not subsystem["hosts"]:
             await self._rpc.call("nvmf_delete_subsystem", {"nqn": nqn})
+
+
+def _mode(spec: VolumeSpec) -> str:
+    return "fenced" if spec.fenced else "raw"
 
 
 def _uuid(spec: VolumeSpec) -> str:

@@ -16,7 +16,7 @@ import pytest
 from spdk.rpc.client import JSONRPCClient  # type: ignore[import-untyped]
 
 from forebay.appliance.dataplane.embedded import EmbeddedTarget, TransportLimits
-from forebay.appliance.dataplane.interface import Barrier, VolumeSpec, WriteGrant
+from forebay.appliance.dataplane.interface import Barrier, HostView, IoStats, VolumeSpec, WriteGrant
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.supervisor import Supervisor, SupervisorTimes
 from forebay.checksum import crc32c
@@ -271,6 +271,89 @@ async def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
         assert await rig.subsystems() == []
 
 
+class TestReconcile:
+    @staticmethod
+    def view(owner: HostIdentity, *volumes: VolumeSpec) -> HostView:
+        return HostView("acme", owner, volumes)
+
+    async def test_nothing_differs(self, tmp_path: Path) -> None:
+        async with rigged(tmp_path) as rig:
+            volumes, views = [rig.volume(1), rig.volume(2)], [self.view(host(), rig.volume(2))]
+            assert len(await rig.target.reconcile(volumes, views)) == 3
+            wanted = await rig.subsystems()
+            assert [len(one["hosts"]) for one in wanted[0]["namespaces"]] == [0, 1]
+            assert await rig.target.reconcile(volumes, views) == []
+            assert await rig.subsystems() == wanted
+            await rig.target.grant(grants([1], host()))
+
+    async def test_what_nobody_wants_is_taken_away(self, tmp_path: Path) -> None:
+        async with rigged(tmp_path) as rig:
+            one, two, three = (rig.volume(n) for n in (1, 2, 3))
+            for spec in (one, two, three):
+                await rig.target.add_volume(spec)
+            await rig.target.add_volume(rig.volume(4, "other"))
+            for name in "ab":
+                await rig.target.add_host("acme", host(name), [one, two])
+            nqn = rig.target.subsystem_nqn("acme")
+            await rig.rpc.call("nvmf_subsystem_remove_ns", {"nqn": nqn, "nsid": 3})  # leaves its bdev
+            found = await rig.target.reconcile([one], [self.view(host("a"), one)])
+            (left,) = await rig.subsystems()
+            assert left["nqn"] == nqn and [each["nqn"] for each in left["hosts"]] == [host("a").nqn]
+            (namespace,) = left["namespaces"]
+            assert (namespace["nsid"], [each["nqn"] for each in namespace["hosts"]]) == (1, [host("a").nqn])
+            assert await rig.bdevs() == ["vol1"]
+            assert any("vol" not in line and host("b").nqn in line for line in found)
+            assert await rig.target.reconcile([one], [self.view(host("a"), one)]) == []
+
+    @pytest.mark.parametrize("change", ["host", "sight", "namespace", "bdev", "mode", "listener", "subsystem", "all"])
+    async def test_what_is_missing_or_different_is_put_right(self, tmp_path: Path, change: str) -> None:
+        async with rigged(tmp_path) as rig:
+            volumes, views = [rig.volume(1), rig.volume(2)], [self.view(host(), rig.volume(1), rig.volume(2))]
+            await rig.target.reconcile(volumes, views)
+            wanted, call, nqn = await rig.subsystems(), rig.rpc.call, rig.target.subsystem_nqn("acme")
+            address = wanted[0]["listen_addresses"][0]
+            if change == "host":
+                await call("nvmf_subsystem_remove_host", {"nqn": nqn, "host": host().nqn})
+            elif change == "sight":
+                await call("nvmf_ns_remove_host", {"nqn": nqn, "nsid": 2, "host": host().nqn})
+            elif change == "namespace":
+                await call("nvmf_subsystem_remove_ns", {"nqn": nqn, "nsid": 2})
+            elif change == "bdev":
+                await call("bdev_aio_delete", {"name": "vol2"})
+            elif change == "mode":
+                await call("forebay_bdev_set_mode", {"name": "vol2", "mode": "raw"})
+            elif change == "listener":
+                await call("nvmf_subsystem_remove_listener", {"nqn": nqn, "listen_address": address})
+            elif change == "subsystem":
+                await call("nvmf_delete_subsystem", {"nqn": nqn})
+            else:
+                await rig.kill()
+            assert await rig.target.reconcile(volumes, views)
+            assert await rig.subsystems() == wanted
+            modes = {one["driver_specific"]["aio"]["mode"] for one in await call("bdev_get_bdevs")}
+            assert modes == {"fenced"}
+            assert await rig.target.reconcile(volumes, views) == []
+
+    async def test_a_volume_that_moved_is_opened_where_it_lies_now(self, tmp_path: Path) -> None:
+        async with rigged(tmp_path) as rig:
+            spec = rig.volume()
+            await rig.target.reconcile([spec], [self.view(host(), spec)])
+            moved = replace(spec, path=str(Path(spec.path).rename(tmp_path / "moved.vol")))
+            assert await rig.target.reconcile([moved], [self.view(host(), moved)])
+            (bdev,) = await rig.rpc.call("bdev_get_bdevs")
+            assert bdev["driver_specific"]["aio"]["filename"] == moved.path
+            (subsystem,) = await rig.subsystems()
+            assert [each["nqn"] for each in subsystem["namespaces"][0]["hosts"]] == [host().nqn]
+
+    async def test_another_nodes_subsystems_are_left_alone(self, tmp_path: Path) -> None:
+        async with rigged(tmp_path) as rig:
+            other = EmbeddedTarget(JsonRpcClient(rig.supervisor.socket), node="other")
+            await other.add_volume(rig.volume())
+            assert await rig.target.reconcile([], []) == []
+            assert len(await rig.subsystems()) == 1 and await rig.bdevs() == ["vol1"]
+            await other.close()
+
+
 class TestGrants:
     async def test_they_are_given_and_taken(self, tmp_path: Path) -> None:
         async with rigged(tmp_path) as rig:
@@ -311,6 +394,11 @@ class TestGrants:
 
 
 class TestMedia:
+    async def test_counters_begin_at_nothing(self, tmp_path: Path) -> None:
+        async with rigged(tmp_path) as rig:
+            await rig.target.add_volume(rig.volume())
+            assert await rig.target.io_stats() == IoStats(0, 0, 0, 0)
+
     async def test_a_barrier_says_flushed(self, tmp_path: Path) -> None:
         async with rigged(tmp_path) as rig:
             await rig.target.add_volume(rig.volume())
