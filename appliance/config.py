@@ -32,6 +32,7 @@ from forebay.appliance.settings import (
     Setting,
     Size,
     Text,
+    WebAddress,
     format_size,
     setting,
 )
@@ -42,10 +43,12 @@ __all__ = [
     "Config",
     "DriveConfig",
     "GrpcConfig",
+    "HttpConfig",
     "LogConfig",
     "SessionsConfig",
     "SpaceConfig",
     "TargetConfig",
+    "TraceConfig",
     "load",
     "render_markdown",
     "render_toml",
@@ -54,6 +57,7 @@ __all__ = [
 ENVIRONMENT_PREFIX = "FOREBAY_"
 DEFAULT_DATA = "~/.local/share/forebay"
 MAX_CAPACITY_BYTES = 1 << 50
+MAX_PORT = 65_535
 COMMENT_COLUMNS = 110
 CAPACITY = Size(MIN_REGION_BYTES, MAX_CAPACITY_BYTES)
 CAPACITY_DEFAULT = "80 % of what the drive has free, at most 64GiB"
@@ -88,6 +92,33 @@ class GrpcConfig:
     )
     max_message_bytes: int = setting(
         "max_message", Size(1 << 20, 1 << 30), 32 << 20, "The longest message taken or sent."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HttpConfig:
+    """Administration over HTTP, with metrics and health: docs/administration.md."""
+
+    enabled: bool = setting("enabled", Boolean(), True, "Serve it.")
+    listen: Endpoint = setting(
+        "listen",
+        ListenAddress(),
+        Endpoint("127.0.0.1", 0),
+        "Where it is served. An address that other machines can reach needs `allow_plaintext`.",
+        "127.0.0.1 and the port above that of `grpc.listen`, 7471 unless that is set (a free one if that is 0)",
+    )
+    allow_plaintext: bool = setting(
+        "allow_plaintext",
+        Boolean(),
+        False,
+        "Serve other machines although tokens cross the network unencrypted: for networks that are protected in "
+        "another way.",
+    )
+    open_metrics: bool = setting(
+        "open_metrics",
+        Boolean(),
+        True,
+        "Answer `/metrics` without a token. It names the KV namespaces; `false` leaves it to administrators.",
     )
 
 
@@ -189,6 +220,19 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """Traces of calls and of what they ask of the target, sent to an OpenTelemetry collector."""
+
+    otlp_endpoint: str = setting(
+        "otlp_endpoint",
+        WebAddress(),
+        "",
+        "The collector's OTLP/HTTP address for traces, such as `http://127.0.0.1:4318/v1/traces`; needs "
+        "`pip install forebay[otel]`. Empty: no traces.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Everything that a node is told."""
 
@@ -212,18 +256,22 @@ class Config:
     name: str = setting("name", Text(), "", "The node's name in logs and answers.", "the host's name")
     drives: tuple[DriveConfig, ...] = ()
     grpc: GrpcConfig = GrpcConfig()
+    http: HttpConfig = HttpConfig()
     target: TargetConfig = TargetConfig()
     sessions: SessionsConfig = SessionsConfig()
     space: SpaceConfig = SpaceConfig()
     log: LogConfig = LogConfig()
+    trace: TraceConfig = TraceConfig()
 
 
 SECTIONS: dict[str, type[Any]] = {
     "grpc": GrpcConfig,
+    "http": HttpConfig,
     "target": TargetConfig,
     "sessions": SessionsConfig,
     "space": SpaceConfig,
     "log": LogConfig,
+    "trace": TraceConfig,
 }
 
 
@@ -334,6 +382,8 @@ def _assemble(values: dict[str, dict[str, Any]], drives: tuple[DriveConfig, ...]
     capacity_bytes = top.get("capacity_bytes")
     if not drives:
         drives = (DriveConfig(data / "drive0"),)
+    grpc = GrpcConfig(**values["grpc"])
+    values["http"].setdefault("listen", Endpoint("127.0.0.1", _port_above(grpc.listen.port)))
     return Config(
         data=data,
         metadata_dir=top.pop("metadata_dir", data / "metadata"),
@@ -346,6 +396,11 @@ def _assemble(values: dict[str, dict[str, Any]], drives: tuple[DriveConfig, ...]
     )
 
 
+def _port_above(port: int) -> int:
+    """The port after ``port``, so that a second node of this machine needs one address only; a free one (0) after 0."""
+    return 0 if port in (0, MAX_PORT) else port + 1
+
+
 def _host_name() -> str:
     """The host's name as far as it is one that a node may have."""
     return re.sub(r"[^A-Za-z0-9._-]|^[._-]+", "", socket.gethostname())[:64] or "forebay"
@@ -353,13 +408,13 @@ def _host_name() -> str:
 
 def _checked(config: Config) -> Config:
     """Rules between keys. Raises `ConfigInvalid`."""
-    listen = config.grpc.listen
-    if not listen.loopback and not config.grpc.allow_plaintext:
-        raise ConfigInvalid(
-            f"grpc.listen: other machines can reach {listen} and would send tokens unencrypted; "
-            "listen on 127.0.0.1, or set grpc.allow_plaintext = true on a protected network",
-            field="grpc.listen",
-        )
+    for name, served in (("grpc", config.grpc), ("http", config.http)):
+        if not served.listen.loopback and not served.allow_plaintext:
+            raise ConfigInvalid(
+                f"{name}.listen: other machines can reach {served.listen} and would send tokens unencrypted; "
+                f"listen on 127.0.0.1, or set {name}.allow_plaintext = true on a protected network",
+                field=f"{name}.listen",
+            )
     if config.target.listen.unspecified:
         raise ConfigInvalid(
             f"target.listen: clients cannot be told to connect to {config.target.listen}: name one of this machine's "

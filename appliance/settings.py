@@ -25,6 +25,7 @@ __all__ = [
     "Setting",
     "Size",
     "Text",
+    "WebAddress",
     "format_duration",
     "format_size",
     "parse_duration_ms",
@@ -314,6 +315,19 @@ class ListenAddress(Kind):
 
     def allowed(self) -> str:
         return "host:port or [IPv6 address]:port, port 0 for a free one"
+
+
+@dataclass(frozen=True, slots=True)
+class WebAddress(Kind):
+    """An http or https address, or nothing."""
+
+    def parse(self, value: Any, name: str, base: Path) -> str:
+        if not isinstance(value, str) or not re.fullmatch(r"(https?://[^\s/?#@]+(/[^\s?#]*)?)?", value):
+            raise _refuse(name, value, self)
+        return value
+
+    def allowed(self) -> str:
+        return "an http:// or https:// address, or nothing"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """One error tree with stable codes.
 
 A code exists because a caller could react to it; a retired number is never used again. The same numbers travel in
-per-key status columns (``0`` is success), in gRPC trailers and in metrics, and one table a protocol (`GRPC_STATUS`,
-`HTTP_STATUS`) says which status a failed call carries. Ranges: 1xxx the request is wrong, 2xxx who asks, 3xxx state that moved on,
-4xxx capacity, 5xxx a block that cannot be had (a miss), 6xxx the node, 7xxx the data path.
+per-key status columns (``0`` is success), in gRPC trailers, HTTP bodies and metrics, and one table for each protocol
+(`GRPC_STATUS`, `HTTP_STATUS`) says which status a failed call carries. Ranges: 1xxx the request is wrong, 2xxx who
+asks, 3xxx state that moved on, 4xxx capacity, 5xxx a block that cannot be had (a miss), 6xxx the node, 7xxx the data
+path.
 """
 
 from __future__ import annotations
