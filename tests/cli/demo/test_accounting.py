@@ -27,6 +27,7 @@ class Shelf:
     def __init__(self) -> None:
         self.values: dict[bytes, bytearray] = {}
         self.unreadable: set[bytes] = set()
+        self.refused_puts = 0
 
     def match(self, keys: Sequence[bytes]) -> MatchResult:
         present = tuple(key in self.values for key in keys)
@@ -44,6 +45,9 @@ class Shelf:
         return results
 
     def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> list[PutResult]:
+        if self.refused_puts:
+            self.refused_puts -= 1
+            return [PutResult(False, False, "unavailable")] * len(keys)
         results = []
         for key, value in zip(keys, values, strict=True):
             results.append(
@@ -82,6 +86,20 @@ def test_a_bad_block_ends_the_prefix(at: int, unreadable: bool) -> None:
     assert outcome.wrong == ([] if unreadable else [at])
     assert dict(outcome.misses) == ({"checksum_mismatch": 1} if unreadable else {})
     assert outcome.present == list(range(at, 6)) and outcome.stored == []
+
+
+def test_what_could_not_be_stored_is_stored_when_the_node_is_back() -> None:
+    shelf, request = Shelf(), Request(3 * BLOCK_TOKENS, (0, 1, 2))
+    shelf.refused_puts = 3
+    replica = Replica(cast("Any", shelf), CONTENTS)
+    outcome = replica.serve(0, request)
+    assert outcome.stored == [] and dict(outcome.misses) == {"unavailable": 3}
+    replica.resume(outcome, request)
+    assert outcome.stored == [0, 1, 2] and outcome.written_bytes == 3 * SCALE.block_bytes
+    assert dict(outcome.misses) == {"unavailable": 3} and shelf.refused_puts == 0
+    again = replica.serve(1, request)
+    replica.resume(again, request)
+    assert again.hit_tokens == 3 * BLOCK_TOKENS and again.present == []
 
 
 def test_an_audit_names_what_is_missing_and_what_is_wrong() -> None:

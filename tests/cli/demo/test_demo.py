@@ -14,7 +14,7 @@ import pytest
 import forebay.cli.demo.run as demo_run
 from forebay.cli.demo.trace import generate, sample
 from forebay.cli.demo.workload import MODEL, Contents, Scale
-from forebay.cli.exits import INTERRUPTED, OK, WRONG_BYTES
+from forebay.cli.exits import INTERRUPTED, OK, REFUSED, USAGE, WRONG_BYTES
 from forebay.cli.main import run
 
 BLOCK = 128 << 10
@@ -90,6 +90,18 @@ def test_evictions_are_no_losses(tmp_path: Path, capsys: pytest.CaptureFixture[s
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is True and report["evicted"] > 0
     assert report["found_at_end"] < report["acknowledged"]
+
+
+def test_a_drive_that_is_too_small_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo", "--capacity", "1PiB", "--data", str(tmp_path / "d")]) == REFUSED
+    captured = capsys.readouterr()
+    assert "CapacityShort" in captured.err and "--block-size" in captured.err and captured.out == ""
+
+
+def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious").touch()
+    assert run(["demo", "--data", str(tmp_path)]) == USAGE
+    assert [p.name for p in tmp_path.iterdir()] == ["precious"]
 
 
 def flip_a_byte(data: Path) -> None:

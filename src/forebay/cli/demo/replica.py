@@ -89,16 +89,25 @@ class Replica:
         self._store(outcome, request.blocks[loaded:], keys[loaded:])
         return outcome
 
-    def await_node(self, outcome: Outcome, request: Request) -> None:
-        """If the node was away during this request, wait until it answers again, so that it costs no other request.
+    def resume(self, outcome: Outcome, request: Request) -> None:
+        """If the node was away during this request, store what it could not when the node is back.
 
-        An engine would go on and recompute meanwhile; that is no news about Forebay.
+        So an outage costs the requests under way, and no later ones. (An engine would compute on meanwhile; that is no
+        news about Forebay.)
         """
         if not outcome.misses.keys() & _AWAY:
             return
-        key = block_key(request.blocks[0])
+        keys = [block_key(block) for block in request.blocks]
         give_up = time.monotonic() + _AWAY_S
-        while time.monotonic() < give_up and set(self._client.match([key]).reasons) & _AWAY:
+        while time.monotonic() < give_up:
+            again = Outcome(outcome.request, 0)
+            self._store(again, request.blocks, keys)
+            outcome.stored += again.stored
+            outcome.present += again.present
+            outcome.written_bytes += again.written_bytes
+            outcome.write_ms += again.write_ms
+            if not again.misses.keys() & _AWAY:
+                return
             time.sleep(_POLL_S)
 
     def _load(self, outcome: Outcome, blocks: Sequence[int], keys: Sequence[bytes]) -> int:
@@ -158,7 +167,7 @@ def replica_main(pipe: Connection, settings: ReplicaSettings) -> None:
                 while True:
                     number, request = pipe.recv()
                     outcome = replica.serve(number, request)
-                    replica.await_node(outcome, request)
+                    replica.resume(outcome, request)
                     pipe.send(outcome)
         except ForebayError as e:
             pipe.send(str(e))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from forebay.cli.demo.signals import ignored
 from forebay.cli.demo.trace import Request, Sample, ceiling_tokens, generate, read_trace, sample
 from forebay.cli.demo.workload import MODEL, Contents, Scale, block_schema
 from forebay.cli.sizes import format_size
-from forebay.errors import ForebayError, Unavailable
+from forebay.errors import CapacityShort, ForebayError, Unavailable
 from forebay.ids import align_up
 
 if TYPE_CHECKING:
@@ -301,8 +302,9 @@ def run_demo(
 ) -> Report:
     """Run the demo with a node in ``data`` (a directory that is absent or empty) and return what came of it.
 
-    ``while_down`` is called with that directory while the node is dead. Every process has ended on return, however it
-    comes about. Raises `InvalidArgument` for bad options and `Unavailable` when the node or a replica fails.
+    ``while_down`` is called with the node's directory while the node is dead. Every process has ended on return, however
+    that comes about. Raises `InvalidArgument` for bad options, `CapacityShort` when the drive is too small, and
+    `Unavailable` when the node or a replica fails, or nothing at all was stored.
     """
     began = time.monotonic()
     inputs, part, scale = _plan(options)
@@ -312,6 +314,14 @@ def run_demo(
         f"{inputs.model}'s; an infinite cache would give back "
         f"{inputs.ceiling_tokens / max(1, inputs.input_tokens):.1%} of the tokens"
     )
+    free = shutil.disk_usage(data).free
+    if inputs.capacity_bytes > free:
+        raise CapacityShort(
+            f"the run needs {format_size(inputs.capacity_bytes)} and {data} has {format_size(free)} free: take a "
+            "smaller --budget or --block-size, or --data (or TMPDIR) on a larger drive",
+            field="capacity",
+            limit=free,
+        )
     node = DemoNode(data / "node", inputs.capacity_bytes, data / "node.log")
     demo = _Demo(options, inputs, part, scale, display)
     try:
@@ -325,4 +335,6 @@ def run_demo(
     assumption = PREFILL_SOURCE if options.prefill_tokens_per_s == PREFILL_TOKENS_PER_S else "--prefill-tokens-per-s"
     report.ttft = TimeToFirstToken.of(demo.outcomes, scale, options.prefill_tokens_per_s, assumption)
     report.wall_s = time.monotonic() - began
+    if not report.acknowledged:
+        raise Unavailable(f"the node stored nothing: {report.misses}", field="node")
     return report
