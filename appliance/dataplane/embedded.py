@@ -204,11 +204,15 @@ class EmbeddedTarget(Target):
             if spec.bdev not in kept or not listens or bdevs[spec.bdev]["mode"] != _mode(spec):
                 found.append(f"volume {spec.volume} is not served as it should be")
                 await self.add_volume(spec)
-        for (nqn, name), view in views.items():
-            subsystem = subsystems.get(nqn, {"namespaces": ()})
-            sees = {one["nsid"] for one in subsystem["namespaces"] if one["wanted"] and name in _hosts(one)}
-            if name not in _hosts(subsystem) or sees != {spec.nsid for spec in view.volumes}:
-                found.append(f"host {name} does not see what it should")
+        allowed = {(nqn, name) for nqn, subsystem in subsystems.items() for name in _hosts(subsystem)}
+        sees: dict[tuple[str, str], set[int]] = {}
+        for nqn, subsystem in subsystems.items():
+            for one in subsystem["namespaces"]:
+                for name in _hosts(one) if one["wanted"] else ():
+                    sees.setdefault((nqn, name), set()).add(one["nsid"])
+        for key, view in views.items():
+            if key not in allowed or sees.get(key, set()) != {spec.nsid for spec in view.volumes}:
+                found.append(f"host {view.host.nqn} does not see what it should")
                 await self.add_host(view.tenant, view.host, view.volumes)
         return found
 
