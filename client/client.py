@@ -26,7 +26,7 @@ from forebay.client.results import (
     WatchEvent,
 )
 from forebay.client.rpc import NodeAddress, Rpc, find_token
-from forebay.client.session import Opening, Session, SessionView
+from forebay.client.session import Opening, Session, SessionView, TransportFactory, nvme_tcp
 from forebay.client.waiter import wait_visible
 from forebay.client.writer import Writer
 from forebay.clock import Clock, SystemClock
@@ -79,7 +79,7 @@ class Client:
 
     A key is ``bytes`` or a `BlockKey`. Calls take batches and a ``deadline_ms``, a duration that they do not outlive
     (`ClientOptions.deadline_ms` without). Arguments that can never work raise `InvalidArgument` before anything is
-    sent; whatever happens to the node gives results with a reason.
+    sent; whatever happens to the node gives results with a reason. ``transport`` makes the way to each endpoint.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class Client:
         token: str | None = None,
         options: ClientOptions | None = None,
         clock: Clock | None = None,
+        transport: TransportFactory = nvme_tcp,
     ) -> None:
         if not 0 <= opening.generation < 1 << 64:
             raise InvalidArgument(f"generation {opening.generation}", field="generation", limit="64 bits")
@@ -101,7 +102,7 @@ class Client:
         self._misses: Counter[str] = Counter()
         rpc = Rpc(NodeAddress(url), find_token(token), self._clock)
         try:
-            self._session = Session(rpc, opening, self._options, self._clock)
+            self._session = Session(rpc, opening, self._options, self._clock, transport=transport)
         except BaseException:
             rpc.close()
             raise

@@ -24,7 +24,7 @@ from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import pack, unpack
 from forebay.schema import Schema
 
-__all__ = ["Opening", "Route", "Session", "SessionView", "TransportFactory"]
+__all__ = ["Opening", "Route", "Session", "SessionView", "TransportFactory", "nvme_tcp"]
 
 _log = logging.getLogger(__name__)
 
@@ -84,9 +84,10 @@ class SessionView:
         )
 
 
-def _nvme_tcp(
+def nvme_tcp(
     subsystem: SubsystemAddress, host: HostIdentity, nguids: Mapping[int, str], options: ClientOptions, clock: Clock
 ) -> Transport:
+    """The user-space initiator."""
     return NvmeTcpTransport(subsystem, host, nguids=nguids, options=options.nvme_tcp, clock=clock)
 
 
@@ -100,7 +101,7 @@ class Session:
         options: ClientOptions,
         clock: Clock,
         *,
-        transport: TransportFactory = _nvme_tcp,
+        transport: TransportFactory = nvme_tcp,
     ) -> None:
         self.rpc = rpc
         self.opening = opening

@@ -187,6 +187,7 @@ class Peer:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link = Link(self, sock)
             self.links.append(link)
             self._spawn(link.run)
