@@ -9,7 +9,6 @@ import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
-from threading import Event
 
 from forebay.appliance.dataplane.target.bdev_methods import BdevMethods
 from forebay.appliance.dataplane.target.limits import TargetLimits
@@ -51,9 +50,10 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigInvalid as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    ending = Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ending.set())
+    # Blocked in every thread and waited for by this one: a handler would run only once this thread wakes, and a signal
+    # to a stopped process may go to any thread.
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it outlives the terminal of whoever started it
     server = Server(limits)
     methods = {**BdevMethods(server).table(), **NvmfMethods(server).table(), **PrivateMethods(server).table()}
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     rpc.start()
     log.info("pid %d, boot id %s, control socket %s", os.getpid(), server.boot_id, options.socket)
-    ending.wait()
+    signal.sigwait(ends)
     log.info("ending")
     rpc.close()
     server.close()

@@ -143,25 +143,32 @@ class TestLife:
             with pytest.raises(Unavailable, match="does not start"):
                 await supervisor.start()
 
-    async def test_a_target_that_ignores_sigterm_is_killed(self, tmp_path: Path) -> None:
+    async def test_a_target_that_ignores_sigterm_is_killed(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         times = replace(TIMES, stop_s=0.2)
         code = (
-            "import signal, sys; from forebay.appliance.dataplane.target.__main__ import main\n"
-            "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal = lambda *_: None; main(sys.argv[1:])"
+            "import signal, sys, threading; from forebay.appliance.dataplane.target.__main__ import main\n"
+            "signal.sigwait = lambda _: threading.Event().wait(); main(sys.argv[1:])"
         )
         supervisor = Supervisor(tmp_path, NODE, nothing, times=times, command=(sys.executable, "-c", code))
         await supervisor.start()
         pid = supervisor.pid
-        await supervisor.stop()
+        with caplog.at_level("WARNING"):
+            await supervisor.stop()
         assert not alive(pid)
+        assert "does not stop" in caplog.text
 
-    async def test_a_stopped_target_is_ended(self, tmp_path: Path) -> None:
+    async def test_a_stopped_target_is_ended(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         async with supervised(tmp_path) as supervisor:
             await supervisor.start()
             pid = supervisor.pid
             assert pid is not None
             os.kill(pid, signal.SIGSTOP)
+            with caplog.at_level("WARNING"):
+                await supervisor.stop()
         assert not alive(pid)
+        assert "does not stop" not in caplog.text  # it was let go on, and ended by itself
 
 
 class TestFailures:
