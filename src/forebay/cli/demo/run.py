@@ -254,11 +254,12 @@ class _Demo:
         return found
 
     def _lost(self, node: DemoNode, found: Audit) -> list[int]:
-        """The losses; events of evictions may be under way, so a suspicion stands only after a while."""
+        """The losses. Where there are evictions their events may be under way, so a suspicion stands after a while."""
         deadline = time.monotonic() + _EVENTS_S
         while True:
-            lost = self._ledger.lost(found.missing, self._evictions + _counted_evictions(node))
-            if not lost or time.monotonic() > deadline:
+            evictions = self._evictions + _counted_evictions(node)
+            lost = self._ledger.lost(found.missing, evictions)
+            if not lost or not evictions or time.monotonic() > deadline:
                 return lost
             time.sleep(_RETRY_S)
 
@@ -302,8 +303,8 @@ def run_demo(
 ) -> Report:
     """Run the demo with a node in ``data`` (a directory that is absent or empty) and return what came of it.
 
-    ``while_down`` is called with the node's directory while the node is dead. Every process has ended on return, however
-    that comes about. Raises `InvalidArgument` for bad options, `CapacityShort` when the drive is too small, and
+    ``while_down`` is called with the node's directory while the node is dead. Every process has ended on return,
+    however that comes about. Raises `InvalidArgument` for bad options, `CapacityShort` when the drive is too small, and
     `Unavailable` when the node or a replica fails, or nothing at all was stored.
     """
     began = time.monotonic()
