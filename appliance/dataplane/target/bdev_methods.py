@@ -136,4 +136,6 @@ def _iostat(volume: Volume) -> dict[str, Any]:
         "num_read_ops": tally.reads,
         "bytes_written": tally.bytes_written,
         "num_write_ops": tally.writes,
+        "read_latency_ticks": tally.read_ns,
+        "write_latency_ticks": tally.write_ns,
     }

@@ -59,6 +59,10 @@ class TargetLimits:
         for name, (low, high) in ranges.items():
             if not low <= getattr(self, name) <= high:
                 raise ConfigInvalid(f"{name} is {getattr(self, name)}", field=name, limit=f"{low} to {high}")
+        if self.in_capsule_bytes > self.chunk_bytes:
+            raise ConfigInvalid(
+                "in-capsule data must fit into a buffer", field="in_capsule_bytes", limit=self.chunk_bytes
+            )
 
     @property
     def mdts(self) -> int:

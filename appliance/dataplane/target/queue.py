@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import time
 from collections import deque
 from threading import Event as Flag
 from threading import Thread
@@ -19,7 +20,7 @@ from forebay.appliance.dataplane.target.controller import AdminReply, Controller
 from forebay.appliance.dataplane.target.limits import TargetLimits
 from forebay.appliance.dataplane.target.stream import PeerLost, Stream
 from forebay.appliance.dataplane.target.subsystems import ListenAddress, Namespace
-from forebay.appliance.dataplane.target.volume import IoTally, Volume, aligned_buffer
+from forebay.appliance.dataplane.target.volume import IoTally, Volume, aligned_buffers
 from forebay.ids import LBA_BYTES
 from forebay.nvmetcp import spec
 from forebay.nvmetcp.command import Command, ConnectData
@@ -240,11 +241,13 @@ class Queue:
     def _enter(self, namespace: Namespace) -> bool:
         """From here on this thread may touch the namespace's media, unless it is being taken away.
 
-        Set first, looked second: whoever takes it away clears `live` first and looks at `active` second.
+        Set first, looked second: whoever takes it away from all or from this host does that first and looks at
+        `active` second.
         """
+        assert self.controller is not None, "I/O without a controller"
         self.serial += 1
         self.active = namespace
-        if namespace.live:
+        if namespace.visible_to(self.controller.host.nqn):
             return True
         self.active = None
         return False
@@ -284,6 +287,7 @@ class Queue:
         if not self._enter(namespace):
             self._respond(command.cid, Status.INVALID_NAMESPACE | DNR)
             return
+        started_ns = time.monotonic_ns()
         try:
             volume = namespace.volume
             offset_bytes = command.slba << _LBA_SHIFT
@@ -293,6 +297,7 @@ class Queue:
                 self._send_read(command.cid, volume.read_view[offset_bytes : offset_bytes + length_bytes])
             else:
                 self._read_in_chunks(command.cid, volume, offset_bytes, length_bytes)
+            self._tally(volume).read_ns += time.monotonic_ns() - started_ns
         finally:
             self.active = None
 
@@ -319,7 +324,7 @@ class Queue:
     def _read_in_chunks(self, cid: int, volume: Volume, offset_bytes: int, length_bytes: int) -> None:
         """Disk and socket in turn, a PDU for each chunk, so that an error of the drive can still be told."""
         if self._read_buffer is None:
-            self._read_buffer = aligned_buffer(self._limits.chunk_bytes)
+            self._read_buffer = self._buffer()
         done = 0
         while done < length_bytes:
             chunk = self._read_buffer[: min(self._limits.chunk_bytes, length_bytes - done)]
@@ -344,7 +349,9 @@ class Queue:
         self._spare.append(scratch)
 
     def _buffer(self) -> memoryview:
-        return self._spare.pop() if self._spare else aligned_buffer(self._limits.chunk_bytes)
+        if not self._spare:
+            self._spare = aligned_buffers(self._limits.chunk_bytes)
+        return self._spare.pop()
 
     def _check_write(self, command: Command) -> tuple[int, Namespace | None]:
         status, namespace = self._check(command)
@@ -371,13 +378,9 @@ class Queue:
             self._drain()
         else:
             buffer = self._buffer()
-            if length_bytes > len(buffer):
-                self._spare.append(buffer)
-                buffer = aligned_buffer(length_bytes)  # in-capsule data above chunk_bytes: a matter of configuration
             self._stream.receive(buffer[:length_bytes])
             status = self._store(namespace, command.slba, buffer[:length_bytes])
-            if len(buffer) == self._limits.chunk_bytes:
-                self._spare.append(buffer)
+            self._spare.append(buffer)
             if status == Status.SUCCESS:
                 self._count_write(namespace.volume, length_bytes)
         self._respond(command.cid, status)
@@ -444,7 +447,9 @@ class Queue:
                 held = grants.begin_write(volume.name, self.controller.host, slba, len(data) >> _LBA_SHIFT)
                 if held is None:
                     return _ACCESS_DENIED
+            started_ns = time.monotonic_ns()
             volume.write(data, slba << _LBA_SHIFT)
+            self._tally(volume).write_ns += time.monotonic_ns() - started_ns
         except OSError as error:
             log.error("%s: write of %d bytes at LBA %d: %s", volume.name, len(data), slba, error)
             return _MEDIA_STATUS.get(error.errno or 0, int(Status.WRITE_FAULT))

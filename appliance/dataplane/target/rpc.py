@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import socket
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Lock, Thread
@@ -290,6 +291,7 @@ class RpcServer:
                 if self._closed:
                     return
                 log.exception("accept on the control socket")
+                time.sleep(0.05)  # out of descriptors, most likely
                 continue
             Thread(target=_Session(sock, self._methods).run, name="rpc session", daemon=True).start()
 

@@ -27,6 +27,11 @@ class Stream:
         self.conn = conn
         self._sock = sock
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A host that vanished without a word, and asked for no keep-alive of NVMe's, is noticed within a minute.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         self.receive_header = sock.recv_into
         """`recv_into` itself: raises BlockingIOError after the time-out."""
 

@@ -18,7 +18,7 @@ import mmap
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Condition, Lock
 from typing import Final, Literal
@@ -27,36 +27,54 @@ from uuid import UUID
 from forebay.checksum import crc32c
 from forebay.ids import LBA_BYTES
 
-__all__ = ["IoTally", "Volume", "aligned_buffer"]
+__all__ = ["IoTally", "Volume", "aligned_buffers"]
 
 _MEMORY_FILE_SYSTEMS: Final = frozenset((0x01021994, 0x858458F6))
 """f_type of tmpfs and ramfs, statfs(2)."""
 _FALLOC_KEEP_SIZE: Final = 0x01
 _FALLOC_PUNCH_HOLE: Final = 0x02
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
-_VERIFY_BYTES: Final = 1 << 20
+_VERIFY_BYTES: Final = 2 << 20
+_HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 class IoTally:
-    """What one queue did on one volume. Only that queue's thread adds to it."""
+    """What one queue did on one volume. Only that queue's thread adds to it.
 
-    __slots__ = ("bytes_read", "bytes_written", "reads", "writes")
+    ``read_ns`` is the time that reads took with their sending, ``write_ns`` that of writing to media.
+    """
+
+    __slots__ = ("bytes_read", "bytes_written", "read_ns", "reads", "write_ns", "writes")
 
     def __init__(self) -> None:
-        self.reads = self.bytes_read = self.writes = self.bytes_written = 0
+        self.reads = self.bytes_read = self.read_ns = 0
+        self.writes = self.bytes_written = self.write_ns = 0
 
     def add(self, other: IoTally) -> None:
         """Add another's counts to these."""
         self.reads += other.reads
         self.bytes_read += other.bytes_read
+        self.read_ns += other.read_ns
         self.writes += other.writes
         self.bytes_written += other.bytes_written
+        self.write_ns += other.write_ns
 
 
-def aligned_buffer(size_bytes: int) -> memoryview:
-    """Page-aligned memory that O_DIRECT takes, its pages already there."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    return memoryview(mmap.mmap(-1, size_bytes, flags=flags))
+def aligned_buffers(size_bytes: int) -> list[memoryview]:
+    """One or more buffers of that size for O_DIRECT, as many as fit into a huge page, their pages already there.
+
+    Huge pages where the kernel has them: a drive then gets a few long segments instead of hundreds of single pages,
+    which doubles what one thread reads and takes half of its CPU time.
+    """
+    count = max(1, _HUGE_PAGE_BYTES // size_bytes)
+    length_bytes = -(-size_bytes * count // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, length_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    skip = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE_BYTES
+    whole = memoryview(memory)[skip : skip + size_bytes * count]
+    whole[:: mmap.PAGESIZE] = bytes(-(-len(whole) // mmap.PAGESIZE))
+    return [whole[at : at + size_bytes] for at in range(0, size_bytes * count, size_bytes)]
 
 
 def _in_memory(fd: int) -> bool:
@@ -126,13 +144,14 @@ class Volume:
 
     def _choose_io(self, regular: bool) -> Literal["mmap", "direct", "buffered"]:
         if regular and _in_memory(self._fd):
-            self._map = mmap.mmap(self._fd, self.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-            self.read_view = memoryview(self._map)
+            self.read_view = memoryview(
+                mmap.mmap(self._fd, self.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            )
             return "mmap"
         try:
             # On the same open file description, so that the lock stays with it.
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_DIRECT)
-            os.preadv(self._fd, [aligned_buffer(LBA_BYTES)], 0)  # some file systems refuse only here
+            os.preadv(self._fd, [aligned_buffers(LBA_BYTES)[0]], 0)  # some file systems refuse only here
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
@@ -162,9 +181,8 @@ class Volume:
         with self._held:
             self._closing = True
             self._held.wait_for(lambda: not self._holders)
-        if self.read_view is not None:
-            self.read_view.release()
-            self._map.close()
+        # Not unmapped by hand: that fails as long as any view of it lives, wherever that may be.
+        self.read_view = None
         os.close(self._fd)
 
     def read_into(self, view: memoryview, offset_bytes: int) -> None:
@@ -218,7 +236,7 @@ class Volume:
         By read and not through a mapping: a page that cannot be had must be an error, not a signal.
         """
         found: list[int] = []
-        buffer = aligned_buffer(_VERIFY_BYTES)
+        buffer = aligned_buffers(_VERIFY_BYTES)[0]
         for offset_bytes, length_bytes, seed in ranges:
             value, at, end = seed, offset_bytes, offset_bytes + length_bytes
             while at < end:

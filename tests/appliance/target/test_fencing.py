@@ -220,6 +220,19 @@ def test_many_hosts_write_only_where_they_may(rig: Rig) -> None:
         assert set(rig.stored(i * 8, 8)) == {1 if i % 2 else 2}
 
 
+def test_a_write_under_way_does_not_outlive_the_hosts_sight_of_the_volume(rig: Rig) -> None:
+    namespace = rig.subsystem.namespaces[1]
+    namespace.auto_visible = False
+    namespace.hosts.add(HOST_NQN)
+    rig.server.set_fenced("vol", False)
+    with rig.attach() as host:
+        request = host.io[0].start_write(0, 8192)
+        rig.server.hide_namespace(namespace, HOST_NQN)
+        host.io[0].send(host.io[0].conn.send_h2c_data(request, [DATA]))
+        assert host.io[0].finish().status == Status.INVALID_NAMESPACE
+        assert rig.stored(0, 2) == bytes(8192)
+
+
 def test_host_discard_is_not_offered(rig: Rig) -> None:
     rig.grant(1, 0, 10)
     with rig.attach() as host:

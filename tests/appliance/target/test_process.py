@@ -62,6 +62,7 @@ def process(tmp_path: Path) -> Iterator[Process]:
     if made.process.poll() is None:
         made.process.kill()
     made.process.wait(10)
+    print(made.log.read_text())  # shown if the test failed
 
 
 def test_sigterm_is_a_clean_end(process: Process, tmp_path: Path) -> None:

@@ -180,7 +180,13 @@ def test_keep_alive(quick_rig: Rig) -> None:  # Base §3.9
 
 
 def test_limits_that_make_no_sense_are_refused() -> None:
-    for bad in ({"chunk_bytes": 5000}, {"max_connections": 0}, {"max_command_bytes": 1 << 40}, {"open_writes": 0}):
+    for bad in (
+        {"chunk_bytes": 5000},
+        {"max_connections": 0},
+        {"max_command_bytes": 1 << 40},
+        {"open_writes": 0},
+        {"in_capsule_bytes": 65536, "chunk_bytes": 4096},
+    ):
         with pytest.raises(ConfigInvalid):
             TargetLimits(**bad)
     assert TargetLimits(max_command_bytes=256 << 20).mdts == 0

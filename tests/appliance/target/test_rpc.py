@@ -20,7 +20,7 @@ from forebay.appliance.dataplane.target.nvmf_methods import NvmfMethods
 from forebay.appliance.dataplane.target.private_methods import PrivateMethods
 from forebay.appliance.dataplane.target.rpc import RpcServer
 from forebay.appliance.dataplane.target.server import Server
-from forebay.appliance.dataplane.target.volume import aligned_buffer
+from forebay.appliance.dataplane.target.volume import aligned_buffers
 from forebay.checksum import crc32c
 from forebay.nvmetcp.spec import Status
 from tests.appliance.target.conftest import LIMITS
@@ -344,7 +344,7 @@ def test_a_region_that_does_not_fit_is_told(control: Control, monkeypatch: pytes
 
 
 def _aligned(data: bytes) -> memoryview:
-    view = aligned_buffer(len(data))
+    (view, *_) = aligned_buffers(len(data))
     view[:] = data
     return view
 
