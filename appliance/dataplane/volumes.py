@@ -37,7 +37,6 @@ __all__ = [
     "FileVolumes",
     "VolumeLabel",
     "claim_drive",
-    "default_capacity_bytes",
     "drive_space",
     "open_drive",
     "require_capacity",
@@ -56,9 +55,6 @@ assert LABEL.size == 84 and LABEL.size + LABEL_CRC.size <= 512
 MIN_REGION_BYTES = 64 << 20
 REGION_UNIT_BYTES = 4 << 20
 """A region is a power of two times this: the default cluster of an SPDK lvol store."""
-
-MAX_DEFAULT_CAPACITY_BYTES = 64 << 30
-"""A node that was started to try it should not fill a disk."""
 
 DRIVE_FILE = "forebay.drive"
 DRIVE_VERSION = 1
@@ -289,21 +285,6 @@ def require_capacity(drive: Path, capacity_bytes: int) -> DriveSpace:
             limit=space.usable_bytes,
         )
     return space
-
-
-def default_capacity_bytes(space: DriveSpace, region_bytes: int) -> int:
-    """Capacity of a drive that names none: 80 % of what volumes could take, in regions, at most 64 GiB.
-
-    Raises `CapacityShort` if that is less than one region.
-    """
-    found = min(space.usable_bytes * 8 // 10, MAX_DEFAULT_CAPACITY_BYTES) // region_bytes * region_bytes
-    if not found:
-        raise CapacityShort(
-            f"the drive can hold {space.usable_bytes} bytes, of which 80 % make no region",
-            field="capacity",
-            limit=region_bytes,
-        )
-    return found
 
 
 class FileVolumes:

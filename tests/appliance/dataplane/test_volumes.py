@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from forebay.appliance.dataplane.volumes import (
     LABEL_BYTES,
-    DriveSpace,
     FileVolumes,
     VolumeLabel,
     claim_drive,
-    default_capacity_bytes,
     drive_space,
     open_drive,
     require_capacity,
@@ -269,9 +267,3 @@ class TestDrive:
         with pytest.raises(CapacityShort) as caught:
             require_capacity(tmp_path / "not" / "yet", space.total_bytes * 2)
         assert caught.value.field == "capacity"
-
-    def test_the_default_capacity_is_a_part_of_what_is_usable(self) -> None:
-        assert default_capacity_bytes(DriveSpace(1 << 40, 10 * REGION, 10 * REGION), REGION) == 16 * REGION
-        assert default_capacity_bytes(DriveSpace(1 << 50, 1 << 50, 0), REGION) == 64 << 30
-        with pytest.raises(CapacityShort):
-            default_capacity_bytes(DriveSpace(1 << 40, REGION, 0), REGION)
