@@ -14,16 +14,16 @@ import os
 import secrets
 import signal
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from forebay import __version__
+from forebay.appliance import log
 from forebay.appliance.config import Config
 from forebay.appliance.control.admin_calls import AdminCalls
+from forebay.appliance.control.administration import Administration
 from forebay.appliance.control.calls import Calls
 from forebay.appliance.control.data_calls import DataCalls
 from forebay.appliance.control.load import LoadEstimate
@@ -43,7 +43,6 @@ from forebay.appliance.namespace.space import Drive
 from forebay.clock import SystemClock
 from forebay.errors import CapacityShort, DataDirInUse, ForebayError
 from forebay.ids import LBA_BYTES
-from forebay.proto import forebay_pb2 as pb
 
 __all__ = ["ADMIN_TOKEN_FILE", "DEFAULT_NAMESPACE", "NODE_FILE", "run"]
 
@@ -64,33 +63,9 @@ _MAX_BLOCKS = 1 << 28
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. Raises `ForebayError` when the node cannot start."""
-    _log_to_stderr(config)
+    log.set_up(config.log.level, config.log.format)
     with _locked(config.data):
         return asyncio.run(_Daemon(config).main())
-
-
-def _log_to_stderr(config: Config) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    if config.log.format == "json":
-        handler.setFormatter(_JsonLines())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-    logging.basicConfig(level=config.log.level.upper(), handlers=[handler], force=True)
-
-
-class _JsonLines(logging.Formatter):
-    """One JSON object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": record.created,
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
 
 
 @contextmanager
@@ -128,7 +103,6 @@ class _Daemon:
         self._config = config
         self._node: Node | None = None
         self._load = LoadEstimate()
-        self._started_s = time.monotonic()
         self._stopping = asyncio.Event()
 
     async def main(self) -> int:
@@ -249,14 +223,12 @@ class _Daemon:
     async def _run(self, node: Node, supervisor: Supervisor) -> None:
         config = self._config
         calls = Calls(node.acl, node.engine.counters)
-
-        async def status() -> pb.NodeStatusReply:
-            return await self._status(node, supervisor)
+        administration = Administration(node, config.name, lambda: supervisor.restarts)
 
         server = ControlServer(
             calls,
             DataCalls(node, config.name, self._load.load_us),
-            AdminCalls(node, status),
+            AdminCalls(administration),
             config.grpc.max_message_bytes,
         )
         port = await server.start(config.grpc.listen.host, config.grpc.listen.port)
@@ -327,35 +299,3 @@ class _Daemon:
                 await node.checkpoint(least_changes=_CHECKPOINT_CHANGES)
             except (ForebayError, OSError) as error:
                 _log.warning("no checkpoint of the index: %s", error)
-
-    async def _status(self, node: Node, supervisor: Supervisor) -> pb.NodeStatusReply:
-        engine, space = node.engine, node.engine.space
-        info = await engine.target.info()
-        flags = info.capabilities
-        named = {"fencing": flags.fencing, "barrier": flags.barrier, "per_host_visibility": flags.per_host_visibility}
-        return pb.NodeStatusReply(
-            node=self._config.name,
-            version=__version__,
-            incarnation=node.meta.incarnation,
-            uptime_ms=int((time.monotonic() - self._started_s) * 1000),
-            blocks=engine.index.count,
-            used_bytes=sum(m.used_bytes for m in space.maps.values()),
-            capacity_bytes=sum(d.capacity_regions for d in space.drives.values()) * space.region_bytes,
-            sessions=len(node.sessions),
-            leases=sum(len(s.leases) for s in node.sessions),
-            pending_writes=len(node.writes),
-            drives=[
-                pb.DriveStatus(
-                    name=d.name,
-                    path=d.path,
-                    capacity_bytes=d.capacity_regions * space.region_bytes,
-                    free_bytes=d.free_regions * space.region_bytes,
-                )
-                for d in space.drives.values()
-            ],
-            target_kind=info.kind,
-            target_pid=info.pid,
-            target_capabilities=[name for name, there in named.items() if there],
-            index_bytes=engine.index.memory_bytes(),
-            counters=dict(engine.counters) | {"target_restarts": supervisor.restarts},
-        )

@@ -114,6 +114,7 @@ class Session:
     generation: int
     scopes: dict[int, str]
     client: str
+    opened_ms: int
     seen_ms: int
     expiry_ms: int
     state: SessionState = SessionState.OPEN
@@ -175,6 +176,7 @@ class SessionTable:
         """A new session. Raises `Busy` at the node's limit."""
         if len(self._by_id) >= self._max_sessions:
             raise Busy("the node has as many sessions as it takes", limit=self._max_sessions, retry_after_ms=1000)
+        now_ms = self._clock.monotonic_ms()
         session = Session(
             id=SessionId(self._random(16)),
             token=self._random(32),
@@ -184,7 +186,8 @@ class SessionTable:
             generation=generation,
             scopes=scopes,
             client=client,
-            seen_ms=self._clock.monotonic_ms(),
+            opened_ms=now_ms,
+            seen_ms=now_ms,
             expiry_ms=expiry_ms,
         )
         self._by_id[session.id] = session
