@@ -220,7 +220,7 @@ def test_listing_pages(client: Client) -> None:
 def test_wait_for_another_client(shared_node: NodeProcess, client: Client) -> None:
     got: list[str] = []
     with shared_node.connect(options=OPTIONS) as writer:
-        waiter = threading.Thread(target=lambda: got.extend(client.wait([b"awaited", b"never"], 3_000)))
+        waiter = threading.Thread(target=lambda: got.extend(client.wait([b"awaited", b"never"], 1_000)))
         writer.put([b"awaited"], [b"here"])
         waiter.start()
         waiter.join(20)
