@@ -1,30 +1,26 @@
 """The id of the request that is being worked on: from the client through the daemon to the target, in every log line.
 
 A client names its request (``Context.request_id``, the header ``x-request-id``) or gets an id made up. It is bound at
-the edge, and goes with the tasks that the work starts.
+the edge, by the task that a call has to itself, and goes with the tasks that the work starts.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 
-__all__ = ["MAX_CHARACTERS", "bind", "current", "unbind"]
+__all__ = ["HEADER", "MAX_CHARACTERS", "bind", "current"]
 
+HEADER = "x-request-id"
 MAX_CHARACTERS = 64
 _ALLOWED = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_CHARACTERS}}}")
 _current: ContextVar[str] = ContextVar("forebay_request_id", default="")
 
 
-def bind(given: str) -> Token[str]:
-    """Work under the id that a client gave, or under a fresh one if that is empty or not fit for a log line."""
-    return _current.set(given if _ALLOWED.fullmatch(given) else secrets.token_hex(8))
-
-
-def unbind(token: Token[str]) -> None:
-    """End what `bind` began."""
-    _current.reset(token)
+def bind(given: str) -> None:
+    """Work from here on under the id that a client gave; under a fresh one if that is empty or not fit for a log."""
+    _current.set(given if _ALLOWED.fullmatch(given) else secrets.token_hex(8))
 
 
 def current() -> str:

@@ -1,7 +1,8 @@
 """The edge of the control service: every call passes through here, once.
 
-Who calls (token in the connection's metadata), how long it may take, how an error looks on the wire, and what becomes
-of work whose caller has gone. Methods behind it raise errors of `forebay.errors` and return messages.
+Who calls (token in the connection's metadata), under which request id, how long it may take, how an error looks on the
+wire, what is counted, and what becomes of work whose caller has gone. Methods behind it raise errors of
+`forebay.errors` and return messages.
 
 An error travels as its gRPC status plus one trailer, ``forebay-error-bin``: JSON of `ForebayError.to_dict`.
 """
@@ -11,18 +12,24 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from forebay.appliance import request_id
+from forebay.appliance.control.accounting import CANCELLED, Account, Accounts
+from forebay.appliance.log import fields
 from forebay.appliance.namespace.acl import Acl
 from forebay.appliance.namespace.desired_state import Principal
+from forebay.appliance.trace import Span, Tracer
 from forebay.errors import (
     GRPC_STATUS,
+    OK,
     Busy,
     DeadlineExceeded,
     ForebayError,
@@ -30,7 +37,7 @@ from forebay.errors import (
     reason,
 )
 
-__all__ = ["ERROR_TRAILER", "MAX_DEADLINE_MS", "Calls", "Late", "Method", "Stream", "finish", "handler"]
+__all__ = ["ERROR_TRAILER", "MAX_DEADLINE_MS", "Call", "Calls", "Late", "Method", "Stream", "finish", "handler"]
 
 _log = logging.getLogger(__name__)
 
@@ -103,20 +110,57 @@ async def _undo(task: asyncio.Future[T], late: Late[T] | None) -> None:
         _log.exception("work whose caller had gone failed")
 
 
-class Calls:
-    """What is shared by all calls of a node."""
+class Call:
+    """One call under way, from `Calls.begin` to `Calls.end`."""
 
-    def __init__(self, acl: Acl, counters: Counter[str]) -> None:
+    __slots__ = ("account", "principal", "span", "started_s")
+
+    def __init__(self, account: Account, span: Span | None) -> None:
+        self.account = account
+        self.span = span
+        self.principal = ""
+        self.started_s = time.perf_counter()
+
+
+class Calls:
+    """What is shared by all calls of a node, whatever the protocol."""
+
+    def __init__(
+        self, acl: Acl, counters: Counter[str], accounts: Accounts | None = None, tracer: Tracer | None = None
+    ) -> None:
+        self.accounts = accounts or Accounts()
         self._acl = acl
         self._counters = counters
+        self._tracer = tracer
         self._in_flight = 0
 
-    def principal(self, context: grpc.aio.ServicerContext[Any, Any]) -> Principal:
-        """Who calls. Raises `Unauthenticated`."""
-        for name, value in context.invocation_metadata() or ():
-            if name == "authorization" and isinstance(value, str) and value.startswith("Bearer "):
-                return self._acl.authenticate(value.removeprefix("Bearer "))
-        return self._acl.authenticate(None)
+    def begin(self, account: Account, headers: Mapping[str, Any], given_id: str = "") -> Call:
+        """A call comes in; the task is its own. ``given_id`` is the request id that the request itself names."""
+        request_id.bind(given_id or str(headers.get(request_id.HEADER, "")))
+        account.in_flight += 1
+        span = self._tracer.call(f"{account.protocol} {account.method}", headers) if self._tracer else None
+        return Call(account, span)
+
+    def end(self, call: Call, code: int, *, lasting: bool = False) -> None:
+        """The call is over; ``lasting`` ones (streams) say nothing about how long an answer takes."""
+        took_s = time.perf_counter() - call.started_s
+        account = call.account
+        account.in_flight -= 1
+        account.outcomes[code] += 1
+        if not lasting:
+            account.latency_s.add(took_s)
+        if call.span is not None:
+            call.span.end(code, call.principal)
+        if _log.isEnabledFor(logging.DEBUG):
+            named = fields(protocol=account.protocol, code=code, ms=round(took_s * 1e3, 3), principal=call.principal)
+            _log.debug("%s", account.method, extra=named)
+
+    def authenticate(self, call: Call, authorization: object) -> Principal:
+        """Who calls, by the value of the header ``authorization``. Raises `Unauthenticated`."""
+        known = isinstance(authorization, str) and authorization.startswith("Bearer ")
+        principal = self._acl.authenticate(str(authorization).removeprefix("Bearer ") if known else None)
+        call.principal = principal.name
+        return principal
 
     def enter(self) -> None:
         """Count a call in. Raises `Busy` beyond the node's limit."""
@@ -137,6 +181,10 @@ class Calls:
             error = ForebayError("internal error: the node's log says more")
         self._counters[f"errors_{reason(error.code)}"] += 1
         return error
+
+
+def _encode(message: Message) -> bytes:
+    return message.SerializeToString()
 
 
 def _parse(cls: type[Message]) -> Callable[[bytes], Message | _Malformed]:
@@ -162,33 +210,54 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: ForebayErro
 
 def handler(calls: Calls, method: Method[Any, Any] | Stream[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
     """The gRPC handler of a call."""
+    account = calls.accounts.of("grpc", method.name)
+    in_context = "context" in method.request.DESCRIPTOR.fields_by_name
+
+    def begin(request: Any, headers: Mapping[str, Any]) -> Call:
+        named = in_context and not isinstance(request, _Malformed)
+        return calls.begin(account, headers, request.context.request_id if named else "")
 
     async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        headers = dict(context.invocation_metadata() or ())
+        call, code = begin(request, headers), CANCELLED
         try:
-            _check(request)
-            principal = calls.principal(context)
-            calls.enter()
             try:
-                return await method.run(principal, request)  # type: ignore[misc]  # unary, see below
-            finally:
-                calls.leave()
-        except Exception as e:  # one place turns every error into a status
-            error = calls.failed(method.name, e)
+                _check(request)
+                principal = calls.authenticate(call, headers.get("authorization"))
+                calls.enter()
+                try:
+                    reply = await method.run(principal, request)  # type: ignore[misc]  # unary, see below
+                finally:
+                    calls.leave()
+                code = OK
+                return reply
+            except Exception as e:  # one place turns every error into a status
+                error = calls.failed(method.name, e)
+                code = error.code
+        finally:
+            calls.end(call, code)
         await _abort(context, error)
         return None
 
     async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        headers = dict(context.invocation_metadata() or ())
+        call, code = begin(request, headers), CANCELLED
         try:
-            _check(request)
-            principal = calls.principal(context)
-            async for reply in method.run(principal, request):  # type: ignore[union-attr]
-                yield reply
-            return
-        except Exception as e:  # one place turns every error into a status
-            error = calls.failed(method.name, e)
+            try:
+                _check(request)
+                principal = calls.authenticate(call, headers.get("authorization"))
+                async for reply in method.run(principal, request):  # type: ignore[union-attr]
+                    yield reply
+                code = OK
+                return
+            except Exception as e:  # one place turns every error into a status
+                error = calls.failed(method.name, e)
+                code = error.code
+        finally:
+            calls.end(call, code, lasting=True)
         await _abort(context, error)
 
-    parse, encode = _parse(method.request), Message.SerializeToString
+    parse, encode = _parse(method.request), _encode
     if isinstance(method, Stream):
         return grpc.unary_stream_rpc_method_handler(stream, request_deserializer=parse, response_serializer=encode)
     return grpc.unary_unary_rpc_method_handler(unary, request_deserializer=parse, response_serializer=encode)

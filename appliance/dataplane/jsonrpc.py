@@ -1,7 +1,8 @@
 """JSON-RPC 2.0 over a UNIX socket in SPDK's framing: JSON values one after the other, nothing between them.
 
-Several requests travel on one connection at a time and may be answered in any order. What the target reports as an
-error becomes one of `forebay.errors` here and nowhere else (`translate`).
+Several requests travel on one connection at a time and may be answered in any order. A request's ``id`` is a number;
+while a client's request is worked on that request's id follows (``17/3f2a...``), so that the target's log shows it.
+What the target reports as an error becomes one of `forebay.errors` here and nowhere else (`translate`).
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import asyncio
 import errno
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from copy import copy
 from pathlib import Path
 from typing import Any
 
+from forebay.appliance import request_id
+from forebay.appliance.trace import Tracer
 from forebay.errors import (
     AlreadyExists,
     Busy,
@@ -115,11 +119,12 @@ class JsonRpcClient:
     sent twice. Not for use from several event loops.
     """
 
-    def __init__(self, path: Path, *, timeout_s: float = 10.0) -> None:
+    def __init__(self, path: Path, *, timeout_s: float = 10.0, tracer: Tracer | None = None) -> None:
         self.path = path
         self._timeout_s = timeout_s
+        self._tracer = tracer
         self._next_id = 0
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._waiting: dict[int | str, asyncio.Future[dict[str, Any]]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
@@ -129,6 +134,10 @@ class JsonRpcClient:
         self, method: str, params: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> Any:
         """The ``result`` of one request; parameters that are None are left out."""
+        with self._tracer.request(method) if self._tracer is not None else nullcontext():
+            return await self._call(method, params, timeout_s)
+
+    async def _call(self, method: str, params: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         request: dict[str, Any] = {"jsonrpc": "2.0", "method": method, "id": self._new_id()}
         if params:
@@ -166,9 +175,10 @@ class JsonRpcClient:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
-    def _new_id(self) -> int:
+    def _new_id(self) -> int | str:
         self._next_id += 1
-        return self._next_id
+        ident = request_id.current()
+        return f"{self._next_id}/{ident}" if ident else self._next_id
 
     async def _connected(self) -> asyncio.StreamWriter:
         async with self._connecting:
@@ -184,7 +194,8 @@ class JsonRpcClient:
             while data := await reader.read(READ_BYTES):
                 for message in stream.feed(data):
                     # An answer to a call that gave up finds nobody and is dropped.
-                    answer = self._waiting.pop(message["id"], None) if isinstance(message.get("id"), int) else None
+                    ident = message.get("id")
+                    answer = self._waiting.pop(ident, None) if isinstance(ident, int | str) else None
                     if answer is not None and not answer.done():
                         answer.set_result(message)
         except OSError as error:
