@@ -153,6 +153,7 @@ class _Daemon:
             command=(
                 *(sys.executable, "-m", "forebay.appliance.dataplane.target"),
                 *("--max-connections", str(target_config.max_connections)),
+                *("--log-level", config.log.level, "--log-format", config.log.format),
             ),
         )
         found = await supervisor.start()

@@ -10,7 +10,7 @@ import re
 import secrets
 from contextvars import ContextVar
 
-__all__ = ["HEADER", "MAX_CHARACTERS", "bind", "current"]
+__all__ = ["HEADER", "MAX_CHARACTERS", "bind", "current", "follow"]
 
 HEADER = "x-request-id"
 MAX_CHARACTERS = 64
@@ -21,6 +21,11 @@ _current: ContextVar[str] = ContextVar("forebay_request_id", default="")
 def bind(given: str) -> None:
     """Work from here on under the id that a client gave; under a fresh one if that is empty or not fit for a log."""
     _current.set(given if _ALLOWED.fullmatch(given) else secrets.token_hex(8))
+
+
+def follow(given: str) -> None:
+    """Work from here on under the id that the node's other process passed on; under none if it passed none."""
+    _current.set(given if _ALLOWED.fullmatch(given) else "")
 
 
 def current() -> str:

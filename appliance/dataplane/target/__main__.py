@@ -16,6 +16,7 @@ from forebay.appliance.dataplane.target.nvmf_methods import NvmfMethods
 from forebay.appliance.dataplane.target.private_methods import PrivateMethods
 from forebay.appliance.dataplane.target.rpc import Method, Params, RpcServer
 from forebay.appliance.dataplane.target.server import Server
+from forebay.appliance.log import FORMATS, LEVELS, set_up
 from forebay.errors import ConfigInvalid
 
 __all__ = ["main"]
@@ -31,6 +32,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--socket", type=Path, required=True, help="path of the control socket; made with mode 0600")
     parser.add_argument("--log", type=Path, help="append the log to this file instead of standard error")
+    parser.add_argument("--log-level", choices=LEVELS, default="info", help="(default: %(default)s)")
+    parser.add_argument("--log-format", choices=FORMATS, default="text", help="(default: %(default)s)")
     for field in fields(TargetLimits):
         kind = float if isinstance(field.default, float) else int
         option = "--" + field.name.replace("_", "-")
@@ -41,10 +44,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT; returns the exit status: 0, 2 for bad arguments, 1 if the socket is taken."""
     options = _arguments(argv)
-    handler = logging.FileHandler(options.log) if options.log else logging.StreamHandler()
-    logging.basicConfig(
-        level=logging.INFO, handlers=[handler], format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    set_up(options.log_level, options.log_format, options.log)
     try:
         limits = TargetLimits(**{field.name: getattr(options, field.name) for field in fields(TargetLimits)})
     except ConfigInvalid as error:

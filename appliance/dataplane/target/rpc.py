@@ -2,6 +2,8 @@
 
 Each connection has a thread. Methods that may wait (for media, for other threads) run in threads of their own, so that
 one slow answer holds up neither the other requests of its connection nor those of another.
+
+The daemon's ids are ``number/request id``; what is logged while a request is carried out names that request id.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from threading import Lock, Thread
 from types import EllipsisType
 from typing import Any, Final, NamedTuple
 
+from forebay.appliance import request_id
+from forebay.appliance.log import fields
 from forebay.errors import AlreadyExists, InvalidArgument
 
 __all__ = ["Method", "Params", "RpcError", "RpcServer"]
@@ -34,6 +38,8 @@ INTERNAL_ERROR: Final = -32603
 _MAX_REQUEST_BYTES: Final = 16 << 20
 _MAX_WAITING: Final = 64
 """Requests of one connection whose answers are outstanding."""
+_SLOW_S: Final = 1.0
+"""What takes so long is logged."""
 _TOKENS: Final = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[{}\[\]]', re.DOTALL)
 """Strings, the last one perhaps without its end, and brackets outside of strings."""
 
@@ -190,15 +196,15 @@ class _Session:
         if not isinstance(request, dict) or not isinstance(request.get("method"), str):
             self._answer(None, error=RpcError(INVALID_REQUEST, "Invalid request"))
             return
-        ident = request.get("id")
+        name, ident = request["method"], request.get("id")
         params = request.get("params") or {}
-        method = self._methods.get(request["method"])
+        method = self._methods.get(name)
         if method is None:
             self._answer(ident, error=RpcError(METHOD_NOT_FOUND, "Method not found"))
         elif not isinstance(params, dict):
             self._answer(ident, error=RpcError.invalid_params())
         elif not method.waits:
-            self._call(ident, method, params)
+            self._call(ident, name, params)
         else:
             with self._sending:
                 self._waiting += 1
@@ -207,34 +213,39 @@ class _Session:
             if busy:
                 self._answer(ident, error=RpcError.of_errno(errno.EBUSY))
             else:
-                Thread(target=self._call_waiting, args=(ident, method, params), name="rpc call", daemon=True).start()
+                Thread(target=self._call_waiting, args=(ident, name, params), name="rpc call", daemon=True).start()
 
-    def _call_waiting(self, ident: Any, method: Method, params: dict[str, Any]) -> None:
+    def _call_waiting(self, ident: Any, name: str, params: dict[str, Any]) -> None:
         try:
-            self._call(ident, method, params)
+            self._call(ident, name, params)
         finally:
             with self._sending:
                 self._waiting -= 1
 
-    def _call(self, ident: Any, method: Method, params: dict[str, Any]) -> None:
+    def _call(self, ident: Any, name: str, params: dict[str, Any]) -> None:
+        request_id.follow(ident.partition("/")[2] if isinstance(ident, str) else "")
+        began_s = time.monotonic()
+        result, error = None, None
         try:
-            result = method.run(Params(params))
-        except RpcError as error:
-            self._answer(ident, error=error)
-        except InvalidArgument as error:
-            log.warning("%s", error)
-            self._answer(ident, error=RpcError.invalid_params())
-        except AlreadyExists as error:
-            log.warning("%s", error)
-            self._answer(ident, error=RpcError.of_errno(errno.EEXIST))
-        except OSError as error:
-            self._answer(ident, error=RpcError.of_errno(error.errno or errno.EIO))
+            result = self._methods[name].run(Params(params))
+        except RpcError as failure:
+            error = failure
+        except InvalidArgument as failure:
+            log.warning("%s", failure)
+            error = RpcError.invalid_params()
+        except AlreadyExists as failure:
+            log.warning("%s", failure)
+            error = RpcError.of_errno(errno.EEXIST)
+        except OSError as failure:
+            error = RpcError.of_errno(failure.errno or errno.EIO)
         except Exception:
             # A fault in one method must not end the process that serves the data.
             log.exception("a control method failed")
-            self._answer(ident, error=RpcError(INTERNAL_ERROR, "Internal error"))
-        else:
-            self._answer(ident, result=result)
+            error = RpcError(INTERNAL_ERROR, "Internal error")
+        took_s = time.monotonic() - began_s
+        level = logging.WARNING if took_s >= _SLOW_S else logging.INFO if error is not None else logging.DEBUG
+        log.log(level, "%s: %s", name, error or "done", extra=fields(ms=round(took_s * 1e3, 3)))
+        self._answer(ident, result=result, error=error)
 
     def _answer(self, ident: Any, *, result: Any = None, error: RpcError | None = None) -> None:
         body: dict[str, Any] = {"jsonrpc": "2.0", "id": ident}
