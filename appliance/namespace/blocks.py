@@ -195,6 +195,7 @@ class Blocks:
             prefix[0] = len(keys) if present.all() else int(np.argmin(present))
         size = int(self._e.index.value_length[rows[present]].sum(dtype=np.uint64))
         self._e.counters["match_keys"] += len(keys)
+        self._e.counters["match_hits"] += int(present.sum())
         return np.where(present, OK, Absent.code).astype(np.uint16), prefix, size
 
     # ------------------------------------------------------------------------------------------------ leases
@@ -227,6 +228,9 @@ class Blocks:
             session.leases[lease] = Lease(lease, mine, e.clock.monotonic_ms() + ttl_ms)
         e.counters["acquire_hits"] += len(hits)
         e.counters["acquire_misses"] += count - len(hits)
+        if len(hits) < count:
+            for code, missed in zip(*np.unique(status[status != OK], return_counts=True), strict=True):
+                e.counters[f"acquire_misses_{reason(int(code))}"] += int(missed)
 
         def column(values: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.generic]:
             out = np.zeros((count, *values.shape[1:]), dtype)
@@ -317,12 +321,16 @@ class Blocks:
         """What is known of each key, None where there is no block."""
         stored, _, rows = self.find(session, keys)
         index, values = self._e.index, self._e.store.multi_get("blocks", stored)
-        return [
-            BlockStat(Record.decode(value), int(index.pins[row]), int(index.leases[row]))
-            if value is not None and row >= 0
-            else None
-            for value, row in zip(values, rows.tolist(), strict=True)
-        ]
+        found: list[BlockStat | None] = []
+        for value, row in zip(values, rows.tolist(), strict=True):
+            if value is None or row < 0:
+                found.append(None)
+                continue
+            record = Record.decode(value)
+            # the operator's pin, which is in the record, counts as one more
+            pins = int(index.pins[row]) + bool(record.flags & PINNED)
+            found.append(BlockStat(record, pins, int(index.leases[row])))
+        return found
 
     def listing(
         self, session: Session, *, group: int, scope: int, prefix: bytes, after: bytes, limit: int

@@ -144,7 +144,9 @@ def test_pins_outlive_the_command(forebay: Shell, tmp_path: Path) -> None:
     before = forebay.json("namespace", "show", "default/default")["pinned_bytes"]
     assert forebay("pin", "p").startswith("pinned")
     assert forebay.json("namespace", "show", "default/default")["pinned_bytes"] > before
+    assert forebay.json("stat", "p")["keys"][0]["pins"] == 1
     assert forebay("unpin", "p").startswith("unpinned")
+    assert forebay.json("stat", "p")["keys"][0]["pins"] == 0
     assert forebay.json("namespace", "show", "default/default")["pinned_bytes"] == before
     assert forebay("pin", "never", code=ABSENT).startswith("absent")
 
