@@ -43,6 +43,7 @@ from forebay.errors import (
     StaleGeneration,
     TargetFailed,
     Unavailable,
+    reason,
 )
 from forebay.ids import (
     MAX_BATCH_KEYS,

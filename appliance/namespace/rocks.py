@@ -11,6 +11,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import cast
 
 from rocksdict import BlockBasedOptions, Cache, DBRecoveryMode, Options, Rdict, WriteBatch, WriteOptions
 
+from forebay.appliance.histogram import Histogram
 from forebay.appliance.namespace.store import FAMILIES, Op, Store
 from forebay.crashpoints import crash_point
 from forebay.errors import DataDirInUse, MetadataCorrupt, Unavailable
@@ -70,6 +72,9 @@ class RocksStore(Store):
         self._families = {name: self._db.get_column_family(name) for name in FAMILIES}
         self._handles = {name: self._db.get_column_family_handle(name) for name in FAMILIES}
         self._no_sync = WriteOptions()
+        self.commit_s = Histogram()
+        """Seconds from the first batch of a durable commit to the log on stable media."""
+        self.failed_commits = 0
         self._queue: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._commit_loop, name="forebay-commit", daemon=True)
         self._thread.start()
@@ -123,6 +128,7 @@ class RocksStore(Store):
 
     def _commit(self, batches: list[_Batch]) -> None:
         error: Exception | None = None
+        began_s = time.perf_counter()
         try:
             write = WriteBatch(raw_mode=True)
             for batch in batches:
@@ -135,9 +141,11 @@ class RocksStore(Store):
             crash_point("store.after_write_before_flush")
             if any(batch.durable for batch in batches):
                 self._db.flush_wal(True)
+                self.commit_s.add(time.perf_counter() - began_s)
         except Exception as e:  # the thread must live: every caller is told instead
             _log.error("metadata write failed: %s", e)
             error = Unavailable(f"metadata cannot be written: {e}", field="metadata_dir")
+            self.failed_commits += 1
         for batch in batches:
             try:
                 batch.loop.call_soon_threadsafe(_resolve, batch.done, error)
