@@ -150,6 +150,8 @@ class ExtentMap:
 
     def adopt_many(self, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint32]) -> bool:
         """`adopt` for many extents of an otherwise empty map; False as soon as one cannot be owned."""
+        if not offsets.size:
+            return True
         order = np.argsort(offsets, kind="stable")
         offsets, lengths = offsets[order], lengths[order]
         numbers, starts = np.unique(offsets // np.uint64(self.region_bytes), return_index=True)

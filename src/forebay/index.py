@@ -101,6 +101,12 @@ class SumPool:
         """Give places back."""
         self._free.extend(places)
 
+    def keep_only(self, places: npt.NDArray[np.uint64]) -> None:
+        """Make free all places but these."""
+        taken = np.zeros(self.used, bool)
+        taken[places] = True
+        self._free = np.flatnonzero(~taken).tolist()
+
 
 class BlockIndex:
     """Rows of visible and retired blocks of a node.
@@ -257,9 +263,7 @@ class BlockIndex:
         self._rebuild(len(rows))
         self._filled = self._place(rows.astype(np.uint32), self.digest[rows, 0])
         for tiles, pool in self.pools.items():
-            taken = np.zeros(pool.used, bool)
-            taken[self.sums[rows[self.tiles[rows] == tiles]]] = True
-            pool.drop(np.flatnonzero(~taken).tolist())
+            pool.keep_only(self.sums[rows[self.tiles[rows] == tiles]])
 
     # ------------------------------------------------------------------------------------------------ inside
 

@@ -256,7 +256,7 @@ def _text(value: Any, field: str) -> None:
 
 
 def _check(schema: Schema) -> None:
-    _need(schema.version == SCHEMA_VERSION, "schema.version", f"{schema.version!r} is not known", SCHEMA_VERSION)
+    _int(schema.version, "schema.version", SCHEMA_VERSION, SCHEMA_VERSION)
     _text(schema.engine, "schema.engine")
     for name in ("model", "draft", "processor"):
         digest: Any = getattr(schema, name)
@@ -281,8 +281,15 @@ def _check_group(group: Group, at: str) -> None:
     _need(group.required.kind in ("all", "trailing", "boundary"), f"{at}.required.kind", "is not known")
     _int(group.required.blocks, f"{at}.required.blocks", 0, 1 << 20)
     if group.kind == "opaque":
-        plain = (group.layers, group.block_tokens, group.kv_heads, group.bytes_per_head, group.tiles)
-        _need(plain == ((), 0, 0, 0, 1), at, "an opaque group has no layers, tokens, heads or grid")
+        _need(group.layers == (), f"{at}.layers", "an opaque group has no layers")
+        for name, only in (
+            ("block_tokens", 0),
+            ("kv_heads", 0),
+            ("bytes_per_head", 0),
+            ("layer_groups", 1),
+            ("head_groups", 1),
+        ):
+            _int(getattr(group, name), f"{at}.{name}", only, only)
         return
     layers: Any = group.layers
     _need(isinstance(layers, tuple) and 1 <= len(layers) <= 4096, f"{at}.layers", "1 to 4096 numbers", 4096)
