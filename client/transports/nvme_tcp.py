@@ -57,12 +57,15 @@ _MAX_POLL_MS = 250
 class NvmeTcpOptions:
     """Settings of the initiator.
 
-    ``connections``: I/O queues at most. ``max_command_bytes``: neighbouring ranges become one command up to this, and
-    longer ones several. ``queue_bytes``: bytes asked for on one queue at a time, so that a batch spreads over queues.
+    ``connections``: I/O queues at most, for all threads together. ``call_connections``: how many of them one call uses
+    if it is long enough for ``queue_bytes`` on each; more of them cost the target more CPU time and are worth it only
+    where one TCP stream does not fill the network. ``max_command_bytes``: neighbouring ranges become one command up to
+    this, and longer ones several. ``queue_bytes``: bytes asked for on one queue at a time.
     ``keep_alive_ms``: KATO. ``backoff_ms``: first and longest wait after a failed connect.
     """
 
     connections: int = 4
+    call_connections: int = 2
     max_command_bytes: int = 4 << 20
     queue_bytes: int = 8 << 20
     keep_alive_ms: int = 15_000
@@ -164,13 +167,14 @@ class NvmeTcpTransport(Transport):
     def _run_connected(
         self, ops: Sequence[ReadOp | WriteOp], sizes: Sequence[int], deadline_ms: int, results: dict[int, Outcome]
     ) -> None:
-        commands = -(-sum(sizes) // self._options.max_command_bytes)
-        association, held = self._check_out(min(self._options.connections, commands), deadline_ms)
+        options = self._options
+        wanted = min(options.connections, options.call_connections, -(-sum(sizes) // options.queue_bytes))
+        association, held = self._check_out(wanted, deadline_ms)
         try:
             controller = association.controller
             self._check_volumes(controller, ops, sizes, deadline_ms, results)
-            limit = controller.max_transfer_bytes or self._options.max_command_bytes
-            max_bytes = min(limit, self._options.max_command_bytes, _MAX_BLOCKS * LBA_BYTES)
+            limit = controller.max_transfer_bytes or options.max_command_bytes
+            max_bytes = min(limit, options.max_command_bytes, _MAX_BLOCKS * LBA_BYTES)
             requests = plan(ops, [i for i in range(len(ops)) if i not in results], sizes, max_bytes)
             pairs = list(held)
             self._drive(pairs, requests, deadline_ms)

@@ -39,7 +39,6 @@ __all__ = ["QueuePair"]
 _IOV = 64
 """Pieces of one sendmsg; far below IOV_MAX."""
 _MAX_POLL_MS = 1_000
-_HEAD_BYTES = spec.MIN_HEADER_BYTES
 
 
 class QueuePair:
@@ -191,18 +190,11 @@ class QueuePair:
                 if due:
                     request = self._payload
                     assert request is not None, "payload of no request"
-                    due = min(due, CHUNK_BYTES)
-                    window = request.window(due)
-                    if due == codec.payload_remaining:  # take the next header along
-                        window.append(head[:_HEAD_BYTES])
-                        asked = due + _HEAD_BYTES
-                        count = sock.recvmsg_into(window)[0]
-                    else:
-                        asked = due
-                        count = sock.recv_into(window[0]) if len(window) == 1 else sock.recvmsg_into(window)[0]
+                    count, short = request.fill(sock, min(due, budget_bytes))
                 else:
-                    asked = codec.bytes_wanted
-                    count = sock.recv_into(head, asked)
+                    wanted = codec.bytes_wanted
+                    count = sock.recv_into(head, wanted)
+                    short = count < wanted
             except BlockingIOError:
                 return False
             except OSError as e:
@@ -212,19 +204,11 @@ class QueuePair:
                 raise ConnectionLost("the target closed the connection")
             budget_bytes -= count
             try:
-                if due:
-                    payload = min(count, due)
-                    assert self._payload is not None
-                    self._payload.advance(payload)
-                    self._take(codec.payload_received(payload))
-                    if count > payload:
-                        self._take(codec.receive_data(head[: count - payload]))
-                else:
-                    self._take(codec.receive_data(head[:count]))
+                self._take(codec.payload_received(count) if due else codec.receive_data(head[:count]))
             except PduError as e:
                 self._terminate(e)
                 raise
-            if count < asked:
+            if short:
                 return False
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 
 from forebay.checksum import crc32c
@@ -12,6 +13,9 @@ __all__ = ["CHUNK_BYTES", "Request", "outcomes", "plan"]
 
 CHUNK_BYTES = 256 << 10
 """Bytes received at a time, so that the checksum of a chunk finds it in the core's cache."""
+_SMALL_BYTES = 32 << 10
+"""Segments shorter than this are received several at a time."""
+_IOV = 64
 _NOWHERE = memoryview(bytearray(CHUNK_BYTES))
 _ZEROS = memoryview(bytes(64 << 10))
 
@@ -55,40 +59,80 @@ class Request:
         self._at = 0
         self._crc = segments[0].seed if segments else None
 
-    def window(self, limit_bytes: int) -> list[memoryview]:
-        """Where the next ``limit_bytes`` of a read belong, in order; `advance` moves on."""
+    def fill(self, sock: socket.socket, due_bytes: int) -> tuple[int, bool]:
+        """Receive up to ``due_bytes`` of payload straight to where they belong, taking them into the checksums.
+
+        Stops at a short read, since nothing more is there then. Returns how many came and whether that is why it
+        stopped; 0 bytes are the end of the stream. Raises what the socket raises if nothing came.
+        """
+        segments, index, at, crc = self.segments, self._segment, self._at, self._crc
+        recv_into = sock.recv_into
+        got = 0
+        short = False
+        try:
+            while got < due_bytes and not short:
+                view, length_bytes, _ = segments[index]
+                take = min(length_bytes - at, due_bytes - got, CHUNK_BYTES)
+                if take < _SMALL_BYTES and take < due_bytes - got:
+                    self._segment, self._at, self._crc = index, at, crc
+                    count, short = self._scatter(sock, min(due_bytes - got, CHUNK_BYTES))
+                    index, at, crc = self._segment, self._at, self._crc
+                    got += count
+                    if not count:
+                        break
+                    continue
+                window = _NOWHERE[:take] if view is None else view[at : at + take]
+                count = recv_into(window)
+                if count < take:
+                    short = True
+                    if not count:
+                        break
+                    window = window[:count]
+                if crc is not None:
+                    crc = crc32c(window, crc)
+                got += count
+                at += count
+                if at == length_bytes:
+                    self.checksums.append(crc)
+                    index, at = index + 1, 0
+                    crc = segments[index].seed if index < len(segments) else None
+        except BlockingIOError:
+            if not got:
+                raise
+            short = True
+        finally:
+            self._segment, self._at, self._crc = index, at, crc
+        return got, short
+
+    def _scatter(self, sock: socket.socket, limit_bytes: int) -> tuple[int, bool]:
+        """Receive into many small segments by one call."""
         index, at = self._segment, self._at
-        out: list[memoryview] = []
-        while limit_bytes:
+        windows: list[memoryview] = []
+        asked = 0
+        while asked < limit_bytes and len(windows) < _IOV:
             view, length_bytes, _ = self.segments[index]
-            take = min(length_bytes - at, limit_bytes)
-            if view is not None:
-                out.append(view[at : at + take])
-            else:
-                take = min(take, CHUNK_BYTES)
-                out.append(_NOWHERE[:take])
-            limit_bytes -= take
+            take = min(length_bytes - at, limit_bytes - asked)
+            windows.append(_NOWHERE[:take] if view is None else view[at : at + take])
+            asked += take
             at += take
             if at == length_bytes:
                 index, at = index + 1, 0
-        return out
-
-    def advance(self, count: int) -> None:
-        """``count`` bytes have arrived where `window` said: take them into their checksums."""
-        while count:
-            view, length_bytes, _ = self.segments[self._segment]
-            at = self._at
-            take = min(length_bytes - at, count)
-            if self._crc is not None and view is not None:
-                self._crc = crc32c(view[at : at + take], self._crc)
-            count -= take
-            self._at = at + take
-            if self._at == length_bytes:
+        count = sock.recvmsg_into(windows)[0]
+        left = count
+        for window in windows:
+            if not left:
+                break
+            part = window if len(window) <= left else window[:left]
+            left -= len(part)
+            if self._crc is not None:
+                self._crc = crc32c(part, self._crc)
+            self._at += len(part)
+            if self._at == self.segments[self._segment].length_bytes:
                 self.checksums.append(self._crc)
                 self._segment += 1
                 self._at = 0
-                if self._segment < len(self.segments):
-                    self._crc = self.segments[self._segment].seed
+                self._crc = self.segments[self._segment].seed if self._segment < len(self.segments) else None
+        return count, count < asked
 
     def seal(self) -> None:
         """Compute the checksums of a write, right before its bytes are sent."""
