@@ -14,6 +14,7 @@ from forebay.appliance.dataplane.target.limits import TargetLimits
 from forebay.appliance.dataplane.target.server import Server
 from forebay.appliance.dataplane.target.subsystems import Namespace, Subsystem
 from forebay.appliance.dataplane.target.volume import Volume
+from forebay.clock import Clock
 from forebay.ids import HostIdentity
 from tests.appliance.target.host import HOST_ID, HOST_NQN, OTHER_ID, OTHER_NQN, Association
 
@@ -22,7 +23,7 @@ NGUID = UUID("0f0f0f0f-1111-2222-3333-444444444444")
 HOST = HostIdentity(HOST_NQN, str(HOST_ID))
 OTHER = HostIdentity(OTHER_NQN, str(OTHER_ID))
 LIMITS = TargetLimits(
-    max_connections=24, max_queue_depth=32, max_io_queues=4, max_command_bytes=8 << 20, io_timeout_s=5.0
+    max_connections=24, max_queue_depth=32, max_io_queues=4, max_command_bytes=8 << 20, io_timeout_s=60.0
 )
 LBAS = 4096
 
@@ -38,9 +39,9 @@ def eventually(condition: Callable[[], bool], what: str, seconds: float = 10.0) 
 class Rig:
     """A server with one subsystem and one volume in it, both named here."""
 
-    def __init__(self, directory: Path, limits: TargetLimits = LIMITS) -> None:
+    def __init__(self, directory: Path, limits: TargetLimits = LIMITS, clock: Clock | None = None) -> None:
         self.directory = directory
-        self.server = Server(limits)
+        self.server = Server(limits, clock)
         self.server.transport_created = True
         self.subsystem = Subsystem(NQN, serial="FB1", model="Forebay", max_namespaces=64, allow_any_host=True)
         self.server.add_subsystem(self.subsystem)
@@ -57,8 +58,8 @@ class Rig:
         self.server.add_namespace(self.subsystem, namespace)
         return volume
 
-    def grant(self, grant_id: int, slba: int, nlb: int, host: HostIdentity = HOST) -> None:
-        self.server.grants.add("vol", host, [(grant_id, slba, nlb)], self.volume.lba_count)
+    def grant(self, grant_id: int, slba: int, nlb: int, *hosts: HostIdentity) -> None:
+        self.server.grants.add("vol", hosts or (HOST,), [(grant_id, slba, nlb)], self.volume.lba_count)
 
     def attach(self, **options: object) -> Association:
         return Association(self.port, NQN, **options)  # type: ignore[arg-type]

@@ -17,7 +17,9 @@ from tests.appliance.target.host import HOST_ID, HOST_NQN, OTHER_NQN, RawHost
 
 
 def pattern(nbytes: int, seed: int = 1) -> bytes:
-    return bytes((i * 7 + i // 4096 + seed) & 0xFF for i in range(nbytes))
+    """Bytes that repeat after a prime number of them, so that no two blocks are alike."""
+    unit = bytes((i * 7 + seed) & 0xFF for i in range(4093))
+    return (unit * (nbytes // len(unit) + 1))[:nbytes]
 
 
 # --- connecting (Base §6.3) -------------------------------------------------------------------------------------------

@@ -60,6 +60,14 @@ def test_refused_without_a_grant(rig: Rig, slba: int, why: str, in_capsule: bool
         assert host.io[0].write(4, DATA, in_capsule=in_capsule).status == 0
 
 
+def test_a_write_without_a_grant_moves_no_data(rig: Rig) -> None:
+    """Refused when the command comes: no R2T, so a host cannot make the target take megabytes for nothing."""
+    with rig.attach() as host:
+        queue = host.io[0]
+        queue.send(queue.conn.send_command(command.write(90, 1, 0, 2048), write_bytes=8 << 20))
+        assert denied(queue.finish())
+
+
 def test_a_write_may_span_adjacent_grants_of_its_host(rig: Rig) -> None:
     rig.grant(2, 10, 5)
     rig.grant(1, 15, 300)
@@ -246,23 +254,23 @@ def test_host_discard_is_not_offered(rig: Rig) -> None:
 
 def test_adding_is_all_or_none_and_may_be_repeated() -> None:
     table = GrantTable()
-    table.add("v", HOST, [(1, 0, 4), (2, 4, 4)], 100)
+    table.add("v", [HOST], [(1, 0, 4), (2, 4, 4)], 100)
     for rows in ([(3, 50, 1), (4, 7, 1)], [(3, 50, 2), (4, 51, 1)], [(5, 60, 1), (5, 61, 1)], [(1, 60, 1)]):
         with pytest.raises(AlreadyExists):
-            table.add("v", HOST, rows, 100)
+            table.add("v", [HOST], rows, 100)
     for row in ((9, 100, 1), (9, 99, 2), (9, 0, 0)):
         with pytest.raises(InvalidArgument):
-            table.add("v", HOST, [(8, 20, 1), row], 100)
+            table.add("v", [HOST], [(8, 20, 1), row], 100)
     assert len(table) == 2
     assert not table.covers("v", HOST, 50, 1)
-    table.add("v", HOST, [(1, 0, 4), (6, 8, 1)], 100)
+    table.add("v", [HOST], [(1, 0, 4), (6, 8, 1)], 100)
     with pytest.raises(AlreadyExists):
-        table.add("v", OTHER, [(1, 0, 4)], 100)
+        table.add("v", [OTHER], [(1, 0, 4)], 100)
     assert table.covers("v", HOST, 0, 9)
     assert table.revoke([1, 1, 99]) == 1
     assert table.revoke([1]) == 0
     assert table.revoke_all() == 2
-    table.add("v", OTHER, [(1, 0, 100)], 100)
+    table.add("v", [OTHER], [(1, 0, 100)], 100)
 
 
 ops = st.lists(
@@ -282,7 +290,7 @@ def test_the_table_agrees_with_a_map_of_lbas(steps: list[tuple[str, int, int, in
             taken = any(g == number for _, g in owner.values()) or any(lba in owner for lba in lbas)
             same = {lba for lba, (_, g) in owner.items() if g == number} == set(lbas)
             try:
-                table.add("v", host, [(number, slba, nlb)], 100)
+                table.add("v", [host], [(number, slba, nlb)], 100)
             except AlreadyExists:
                 assert taken and not same
             else:
