@@ -104,6 +104,13 @@ def test_without_a_token(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert str(tmp_path / "none" / "admin.token") in line and "FOREBAY_TOKEN" in line
 
 
+def test_a_directory_that_cannot_be_made_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert run(["demo", "--data", str(tmp_path / "file" / "below")]) == UNAVAILABLE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / "file") in line
+
+
 def test_debug_shows_the_traceback() -> None:
     with pytest.raises(ForebayError):
         run(["--debug", "status"])

@@ -31,7 +31,7 @@ _LONG_BYTES = 8 << 20
 
 
 def _busy(what: str, size_bytes: int) -> AbstractContextManager[Any]:
-    """A spinner on a terminal while a large value moves."""
+    """A spinner on a terminal while a value moves that is, or may be, large."""
     shown = console(stderr=True)
     if size_bytes < _LONG_BYTES or not shown.is_terminal:
         return nullcontext()
@@ -40,7 +40,7 @@ def _busy(what: str, size_bytes: int) -> AbstractContextManager[Any]:
     progress = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=shown, transient=True
     )
-    progress.add_task(f"{what} {format_size(size_bytes)}", total=None)
+    progress.add_task(what, total=None)
     return progress
 
 
@@ -120,7 +120,7 @@ def put(session: Session, key: str, file: str, as_hex: bool) -> int:
     A value has at most 64 MiB.
     """
     name, value = parse_key(key, as_hex), _read_value(file)
-    with session.client() as client, _busy("storing", len(value)):
+    with session.client() as client, _busy(f"storing {format_size(len(value))}", len(value)):
         result = client.put([name], [value])[0]
     if not result.stored and not result.present:
         raise error_of(result.reason, f"{show_key(name)} was not stored: {result.reason}")
@@ -153,7 +153,7 @@ def get(session: Session, key: str, file: str, as_hex: bool) -> int:
     Exits 1 when KEY is not stored, 5 when its bytes are damaged.
     """
     name = parse_key(key, as_hex)
-    with session.client() as client, _busy("reading up to", MAX_VALUE_BYTES):
+    with session.client() as client, _busy(f"reading {show_key(name)}", MAX_VALUE_BYTES):
         result = client.get([name])[0]
     if not result.hit or result.value is None:
         raise error_of(result.reason, f"no value of {show_key(name)}: {result.reason}")

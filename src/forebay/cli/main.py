@@ -12,7 +12,7 @@ import forebay
 from forebay.cli import blocks, namespaces, node, principals
 from forebay.cli.context import Session, connection_options, pass_session
 from forebay.cli.demo.command import demo
-from forebay.cli.exits import INTERRUPTED, OK, USAGE, advice, exit_code
+from forebay.cli.exits import INTERRUPTED, OK, UNAVAILABLE, USAGE, advice, exit_code
 from forebay.cli.teaching import Group
 from forebay.errors import ForebayError
 
@@ -93,6 +93,11 @@ def run(argv: Sequence[str] | None = None) -> int:
             raise
         click.echo(_one_line(e), err=True)
         return exit_code(e)
+    except OSError as e:  # of this machine: a file or a directory that cannot be used
+        if session.debug:
+            raise
+        click.echo(f"forebay: {e}", err=True)
+        return UNAVAILABLE
 
 
 def main() -> NoReturn:
