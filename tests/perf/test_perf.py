@@ -15,7 +15,7 @@ from perf.workload import Bench, Skipped, Workload, Wrong
 
 TINY = Sizes(
     name="tiny",
-    repeats=2,
+    repeats=1,
     slot_bytes=1 << 20,
     working_bytes=1 << 20,
     node_bytes=64 << 20,
