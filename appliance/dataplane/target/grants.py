@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from operator import attrgetter
 from threading import Condition
 
 from forebay.errors import AlreadyExists, InvalidArgument
@@ -32,8 +32,7 @@ class Grant:
         self.revoked = False
 
 
-def _start(grant: Grant) -> int:
-    return grant.slba
+_start = attrgetter("slba")
 
 
 class GrantTable:
@@ -70,12 +69,15 @@ class GrantTable:
                     slba + nlb,
                 ):
                     raise AlreadyExists(f"grant id {grant_id} is taken", field="grants")
-            merged = sorted([*grants, *fresh], key=_start)
-            for left, right in pairwise(merged):
-                if left.end > right.slba:
-                    raise AlreadyExists(f"grants {left.grant_id} and {right.grant_id} overlap", field="grants")
             if len({grant.grant_id for grant in fresh}) != len(fresh):
                 raise AlreadyExists("a grant id stands twice", field="grants")
+            merged = list(grants)  # so that nothing has changed if one of them does not fit
+            for grant in fresh:
+                at = bisect_left(merged, grant.slba, key=_start)
+                for other in merged[max(0, at - 1) : at + 1]:
+                    if other.slba < grant.end and grant.slba < other.end:
+                        raise AlreadyExists(f"grants {other.grant_id} and {grant.grant_id} overlap", field="grants")
+                merged.insert(at, grant)
             self._by_volume[volume] = merged
             self._by_id.update((grant.grant_id, grant) for grant in fresh)
 
