@@ -273,7 +273,7 @@ class DataCalls:
     async def allocate(self, principal: Principal, request: pb.AllocateRequest) -> pb.AllocateReply:
         session, keys, deadline_ms = self._read(principal, request, "write")
         sizes = unpack("u64", request.value_lengths, "value_lengths", len(keys)) if request.value_lengths else None
-        hosts = [self._host(session, nqn) for nqn in request.host_nqns or [request.host_nqn]]
+        hosts = self._writers(session, request)
         longest = self._node.limits.write_ttl_ms
         ttl_ms = min(request.ttl_ms or longest, longest)
         writes = self._node.writes
@@ -289,7 +289,7 @@ class DataCalls:
 
         async def take_back(rows: list[Allocation]) -> None:
             # nobody was told of these write ids, so nobody can have a command under them
-            await writes.abort(session, [r.write_id for r in rows if r.extent is not None], quiesced=True)
+            await writes.abort(session, [r.write_id for r in rows if r.extent is not None], quiesced=hosts)
 
         rows = await finish(work, deadline_ms, take_back)
         extents = [r.extent for r in rows]
@@ -302,6 +302,15 @@ class DataCalls:
             ttl_ms=ttl_ms,
             retry_after_ms=_RETRY_MS if any(r.status not in (OK, AlreadyExists.code) for r in rows) else 0,
         )
+
+    def _writers(self, session: Session, request: pb.AllocateRequest) -> list[HostIdentity]:
+        """Who will write: the hosts named, all of the session, or the caller alone."""
+        if request.session_hosts and request.host_nqns:
+            raise InvalidArgument("hosts are named beside all of the session", field="host_nqns")
+        caller = self._host(session, request.host_nqn)
+        if request.session_hosts:
+            return list(session.hosts.values())
+        return [self._host(session, nqn) for nqn in dict.fromkeys(request.host_nqns)] or [caller]
 
     @staticmethod
     def _host(session: Session, nqn: str) -> HostIdentity:
@@ -331,12 +340,14 @@ class DataCalls:
             )
         pairs = iter([TileSum(t, s) for t, s in zip(tiles, sums, strict=True)])
         rows = [(w, [next(pairs) for _ in range(count)]) for w, count in zip(write_ids, counts, strict=True)]
-        status = await finish(self._node.writes.commit(session, rows), deadline_ms)
+        host = self._host(session, request.host_nqn) if request.host_nqn else None
+        status = await finish(self._node.writes.commit(session, rows, host=host), deadline_ms)
         return pb.CommitReply(status=pack("u16", status))
 
     async def abort(self, principal: Principal, request: pb.AbortRequest) -> pb.AbortReply:
         session, deadline_ms = self._session(principal, request.context, None)
-        work = self._node.writes.abort(session, rows16(request.write_ids, "write_ids"), quiesced=request.quiesced)
+        quiesced = [self._host(session, request.host_nqn)] if request.quiesced else []
+        work = self._node.writes.abort(session, rows16(request.write_ids, "write_ids"), quiesced=quiesced)
         return pb.AbortReply(aborted=await finish(work, deadline_ms))
 
     # ------------------------------------------------------------------------------------------------ streams

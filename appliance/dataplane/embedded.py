@@ -245,20 +245,20 @@ class EmbeddedTarget(Target):
 
         After `Unavailable` nobody knows: the caller revokes the ids before it gives the extents to another.
         """
-        groups: dict[tuple[str, HostIdentity], list[list[int]]] = {}
+        groups: dict[tuple[str, tuple[HostIdentity, ...]], list[list[int]]] = {}
         for grant in grants:
             spec = self._volumes.get(grant.extent.volume)
             if spec is None:
                 raise NotFound(f"the target does not serve volume {grant.extent.volume}", field="volume")
             row = [grant.grant, grant.extent.offset_bytes // LBA_BYTES, grant.extent.length_bytes // LBA_BYTES]
-            groups.setdefault((spec.bdev, grant.host), []).append(row)
+            groups.setdefault((spec.bdev, grant.hosts), []).append(row)
         asked: list[GrantId] = []
         try:
-            for (bdev, host), rows in groups.items():
+            for (bdev, hosts), rows in groups.items():
+                names = [[host.nqn, host.host_id] for host in hosts]
                 for part in _parts(rows):
                     asked += [GrantId(row[0]) for row in part]
-                    values = {"name": bdev, "host_nqn": host.nqn, "host_id": host.host_id, "grants": part}
-                    await self._rpc.call("forebay_grants_add", values)
+                    await self._rpc.call("forebay_grants_add", {"name": bdev, "hosts": names, "grants": part})
         except ForebayError:
             # All or none: also the part that failed, of which perhaps only the answer was lost.
             with suppress(Unavailable):

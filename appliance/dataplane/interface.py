@@ -67,10 +67,10 @@ class VolumeSpec:
 
 @dataclass(frozen=True, slots=True)
 class WriteGrant:
-    """The right of one host to write one extent."""
+    """The right of some hosts, at least one, to write one extent. A grant's hosts never change."""
 
     grant: GrantId
-    host: HostIdentity
+    hosts: tuple[HostIdentity, ...]
     extent: Extent
 
 

@@ -89,7 +89,8 @@ class PendingWrite:
     expires_ms: int = 0
     extent: Extent | None = None
     hosts: tuple[HostIdentity, ...] = ()
-    grants: tuple[GrantId, ...] = ()
+    """Who may write: set once, with the grant."""
+    grant: GrantId | None = None
     checksums: dict[int, int] = field(default_factory=dict)
     recorded: bool = False
     """A record of it may be in metadata: it must be deleted there before the extent is free."""

@@ -4,11 +4,11 @@
 write       moved by                                          next
 =========== ================================================= =========================================================
 allocating  Allocate reserved the key and looks for room      writing (extent and grants there), or gone (no room)
-writing     ranks write and commit tiles                      committing (last tile committed); fencing (abort,
+writing     ranks on the grant's hosts write, commit tiles    committing (last tile committed); fencing (abort,
                                                               deadline, session's end)
-committing  grants revoked, barrier, record durable           visible; writing again if the target or metadata failed
-fencing     grants revoked; hosts torn down unless the holder free
-            reported all its commands complete
+committing  grant revoked, barrier, record durable            visible; writing again if the target or metadata failed
+fencing     grant revoked; every host of it torn down that    free
+            has not reported all its commands complete
 =========== ================================================= =========================================================
 
 The order inside a commit is what makes a visible block safe: no grant is left that could change its bytes, its bytes
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -47,6 +47,7 @@ from forebay.errors import (
     Unavailable,
     ValueSize,
     WriteExpired,
+    WriteFenced,
 )
 from forebay.ids import BlockKey, Extent, GrantId, HostIdentity, StoredKey, VolumeId, WriteId, check_keys
 from forebay.index import RowState
@@ -110,14 +111,13 @@ class Writes:
         """Revoke the grants of writes that have left the state in which a replay takes them for live."""
         async with self._replaying:
             pass  # a replay that saw them before would open them again after us, for ever
-        await self._e.target.revoke([g for w in writes for g in w.grants])
+        await self._e.target.revoke([w.grant for w in writes if w.grant is not None])
 
     def _live_grants(self) -> list[WriteGrant]:
         return [
-            WriteGrant(grant, host, w.extent)
+            WriteGrant(w.grant, w.hosts, w.extent)
             for w in self._by_digest.values()
-            if w.state is WriteState.WRITING and w.extent is not None
-            for grant, host in zip(w.grants, w.hosts, strict=True)
+            if w.state is WriteState.WRITING and w.extent is not None and w.grant is not None
         ]
 
     # ------------------------------------------------------------------------------------------------ Allocate
@@ -133,7 +133,11 @@ class Writes:
         tails: Sequence[bytes],
         retain_until_ms: int,
     ) -> list[Allocation]:
-        """Give each key an extent to write, or say that it is present, pending, or that there is no room."""
+        """Give each key an extent that ``hosts`` may write, or say that it is present or pending, or there is no room.
+
+        One of the session's processes calls this, the leader of a group; the others learn write ids and extents from
+        it. A host that joins later may not write.
+        """
         check_keys(keys, unique=True)
         layouts = [self._layout(session, key, value_bytes[i] if value_bytes else None) for i, key in enumerate(keys)]
         await self._blocks.retire_expired(session, keys)
@@ -213,10 +217,9 @@ class Writes:
         grants = []
         for write in writes.values():
             write.hosts = tuple(hosts)
-            write.grants = tuple(GrantId(self._next_grant + i) for i in range(len(hosts)))
-            self._next_grant += len(hosts)
-            extent = cast(Extent, write.extent)
-            grants += [WriteGrant(g, h, extent) for g, h in zip(write.grants, write.hosts, strict=True)]
+            write.grant = GrantId(self._next_grant)
+            self._next_grant += 1
+            grants.append(WriteGrant(write.grant, write.hosts, cast(Extent, write.extent)))
         if grants:
             await self._e.target.grant(grants)
         crash_point("allocate.after_grant")
@@ -243,11 +246,18 @@ class Writes:
 
     # ------------------------------------------------------------------------------------------------ Commit
 
-    async def commit(self, session: Session, rows: Sequence[tuple[WriteId, Sequence[TileSum]]]) -> list[int]:
+    async def commit(
+        self,
+        session: Session,
+        rows: Sequence[tuple[WriteId, Sequence[TileSum]]],
+        *,
+        host: HostIdentity | None = None,
+    ) -> list[int]:
         """Record tiles as written; blocks whose grid is covered become durable and visible.
 
-        Status of each: 0 visible, `Pending` when tiles of other ranks are missing. Repeating a commit gets the first
-        one's answer. Raises `GridInvalid`, and then nothing of the call was done.
+        Status of each: 0 visible, `Pending` when tiles of other ranks are missing, `WriteFenced` when ``host``, the
+        one that says it wrote, has no grant. Repeating a commit gets the first one's answer. Raises `GridInvalid`, and
+        then nothing of the call was done.
         """
         found = [session.writes.get(write_id) for write_id, _ in rows]
         said: dict[WriteId, dict[int, int]] = {}
@@ -261,6 +271,9 @@ class Writes:
         for i, (write, (write_id, sums)) in enumerate(zip(found, rows, strict=True)):
             if write is None or write.state in (WriteState.ALLOCATING, WriteState.FENCING):
                 status.append(recent.get(write_id, WriteExpired.code))
+                continue
+            if host is not None and host not in write.hosts:
+                status.append(WriteFenced.code)
                 continue
             if write.state is WriteState.WRITING:
                 write.checksums.update((s.tile, s.checksum) for s in sums)
@@ -393,16 +406,19 @@ class Writes:
 
     # ------------------------------------------------------------------------------------------------ taking back
 
-    async def abort(self, session: Session, write_ids: Sequence[WriteId], *, quiesced: bool) -> int:
-        """Take writes back; ``quiesced`` is the holder's word that all its commands have completed."""
+    async def abort(
+        self, session: Session, write_ids: Sequence[WriteId], *, quiesced: Collection[HostIdentity] = ()
+    ) -> int:
+        """Take writes back; ``quiesced`` are the hosts that gave their word that all their commands have completed."""
         writes = [w for i in write_ids if (w := session.writes.get(i)) is not None and w.state is WriteState.WRITING]
         await self.fence(writes, quiesced=quiesced)
         return len(writes)
 
-    async def fence(self, writes: Sequence[PendingWrite], *, quiesced: bool) -> None:
+    async def fence(self, writes: Sequence[PendingWrite], *, quiesced: Collection[HostIdentity] = ()) -> None:
         """Free the extents of writes once nothing can write to them any more (design §6.4).
 
-        If the target does not answer they stay taken, and the next sweep tries again.
+        A host speaks only for itself: all others that had the grant are torn down. If the target does not answer the
+        extents stay taken, and the next sweep tries again.
         """
         if not writes:
             return
@@ -410,9 +426,8 @@ class Writes:
             write.state = WriteState.FENCING
         try:
             await self._close_grants(writes)
-            if not quiesced:
-                for host in {h for w in writes for h in w.hosts}:
-                    await self._e.target.teardown_host(host)
+            for host in dict.fromkeys(h for w in writes for h in w.hosts if h not in quiesced):
+                await self._e.target.teardown_host(host)
             await self._unrecord([w for w in writes if w.recorded])
         except BaseException:
             for write in writes:
@@ -444,7 +459,7 @@ class Writes:
         """Take back writes whose deadline passed. How many; raises `Unavailable` when the target does not answer."""
         now_ms = self._e.clock.monotonic_ms()
         late = [w for w in self._by_digest.values() if w.state is WriteState.WRITING and w.deadline_ms <= now_ms]
-        await self.fence(late, quiesced=False)
+        await self.fence(late)
         return len(late)
 
     async def drop_session(self, session: Session) -> None:
@@ -452,7 +467,8 @@ class Writes:
         mine = [w for w in self._by_digest.values() if w.session is session]
         for done in [w.done for w in mine if w.done is not None]:
             await asyncio.shield(done)
-        await self.fence([w for w in mine if w.state is WriteState.WRITING], quiesced=True)
+        left = [w for w in mine if w.state is WriteState.WRITING]
+        await self.fence(left, quiesced={h for w in left for h in w.hosts})
 
 
 def _check_tiles(write: PendingWrite, said: dict[int, int], sums: Sequence[TileSum], row: int) -> None:

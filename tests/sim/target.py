@@ -180,7 +180,7 @@ class SimTarget(Target):
     def _granted(self, write: SimWrite) -> bool:
         end = write.offset_bytes + len(write.data)
         return any(
-            g.host == write.host
+            write.host in g.hosts
             and g.extent.volume == write.volume
             and g.extent.offset_bytes <= write.offset_bytes
             and end <= g.extent.end_bytes
@@ -289,9 +289,7 @@ class SimTarget(Target):
         await self._enter("grant")
         for new in grants:
             for old in self.grants.values():
-                assert new.host == old.host or not _overlap(new.extent, old.extent) or new.extent == old.extent, (
-                    f"{new} overlaps {old}"
-                )
+                assert new == old or not _overlap(new.extent, old.extent), f"{new} overlaps {old}"
             self._served_extent(new.extent)
         for new in grants:
             self.grants[new.grant] = new

@@ -171,8 +171,8 @@ async def test_one_writer_a_key(rig: Rig) -> None:
     (first,) = await rig.allocate(a, b"k")
     (second,) = await rig.allocate(b, b"k")
     assert (first.status, second.status) == (OK, Pending.code)
-    assert await rig.node.writes.abort(b.session, [first.write_id], quiesced=True) == 0  # not b's to abort
-    assert await rig.node.writes.abort(a.session, [first.write_id], quiesced=True) == 1
+    assert await rig.node.writes.abort(b.session, [first.write_id], quiesced=[b.identity]) == 0  # not b's to abort
+    assert await rig.node.writes.abort(a.session, [first.write_id], quiesced=[a.identity]) == 1
     (third,) = await rig.allocate(b, b"k")
     assert third.status == OK
     rig.check()
@@ -334,7 +334,7 @@ async def test_fences_go_on_when_the_target_comes_back(rig: Rig) -> None:
     (row,) = await rig.allocate(m, b"k")
     rig.target.fail("revoke", times=2)
     with pytest.raises(Unavailable):
-        await rig.node.writes.abort(m.session, [row.write_id], quiesced=False)
+        await rig.node.writes.abort(m.session, [row.write_id])
     await rig.node.sweep()
     assert len(rig.node.writes) == 1
     rig.check()
@@ -876,7 +876,7 @@ async def test_waiters_learn_of_commit_and_of_a_dead_producer(rig: Rig) -> None:
     digest = rig.node.engine.index.digests(m.session.stored_keys([BlockKey(b"k")]))[0].tobytes()
     waiting = rig.node.engine.waiters.add(digest)
     (row,) = await rig.allocate(m, b"k")
-    await rig.node.writes.abort(m.session, [row.write_id], quiesced=True)
+    await rig.node.writes.abort(m.session, [row.write_id], quiesced=[m.identity])
     assert await waiting == Absent.code
     waiting = rig.node.engine.waiters.add(digest)
     await rig.put(m, b"k", VALUE)

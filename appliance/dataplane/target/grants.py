@@ -1,4 +1,4 @@
-"""Write grants: which host may write which LBAs of a fenced volume, and who is writing there right now.
+"""Write grants: which hosts may write which LBAs of a fenced volume, and who is writing there right now.
 
 A write counts itself in on the grants that cover it before it touches media and out after, under the lock that
 `revoke` takes; so when `revoke` returns, nothing under those grants can reach media any more (design §6.4).
@@ -7,7 +7,7 @@ A write counts itself in on the grants that cover it before it touches media and
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from threading import Condition
 
@@ -18,14 +18,14 @@ __all__ = ["Grant", "GrantTable"]
 
 
 class Grant:
-    """One live grant: `[slba, end)` of a volume for one host. Changed only under the table's lock."""
+    """One live grant: `[slba, end)` of a volume for some hosts. Changed only under the table's lock."""
 
-    __slots__ = ("end", "grant_id", "host", "revoked", "slba", "volume", "writers")
+    __slots__ = ("end", "grant_id", "hosts", "revoked", "slba", "volume", "writers")
 
-    def __init__(self, grant_id: int, volume: str, host: HostIdentity, slba: int, end: int) -> None:
+    def __init__(self, grant_id: int, volume: str, hosts: frozenset[HostIdentity], slba: int, end: int) -> None:
         self.grant_id = grant_id
         self.volume = volume
-        self.host = host
+        self.hosts = hosts
         self.slba = slba
         self.end = end
         self.writers = 0
@@ -46,13 +46,16 @@ class GrantTable:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def add(self, volume: str, host: HostIdentity, rows: Sequence[tuple[int, int, int]], lba_count: int) -> None:
-        """Add `(grant id, slba, nlb)` rows for one host, all or none.
+    def add(
+        self, volume: str, hosts: Collection[HostIdentity], rows: Sequence[tuple[int, int, int]], lba_count: int
+    ) -> None:
+        """Add `(grant id, slba, nlb)` rows for these hosts, all or none.
 
         A row that is live already, equal in all parts, is left as it is, so that a request whose answer was lost can
         be sent again. Raises `InvalidArgument` for a range outside the volume and `AlreadyExists` for one that
         overlaps another grant, live or still draining, or for an id that is taken.
         """
+        holders = frozenset(hosts)
         with self._changed:
             grants = self._by_volume.setdefault(volume, [])
             fresh: list[Grant] = []
@@ -61,10 +64,10 @@ class GrantTable:
                     raise InvalidArgument(f"grant {grant_id} of {nlb} LBAs at {slba}", field="grants", limit=lba_count)
                 known = self._by_id.get(grant_id)
                 if known is None:
-                    fresh.append(Grant(grant_id, volume, host, slba, slba + nlb))
-                elif known.revoked or (known.volume, known.host, known.slba, known.end) != (
+                    fresh.append(Grant(grant_id, volume, holders, slba, slba + nlb))
+                elif known.revoked or (known.volume, known.hosts, known.slba, known.end) != (
                     volume,
-                    host,
+                    holders,
                     slba,
                     slba + nlb,
                 ):
@@ -137,7 +140,7 @@ class GrantTable:
         found: list[Grant] = []
         while 0 <= at < len(grants):
             grant = grants[at]
-            if not grant.slba <= slba < grant.end or grant.revoked or grant.host != host:
+            if not grant.slba <= slba < grant.end or grant.revoked or host not in grant.hosts:
                 return None
             found.append(grant)
             slba = grant.end

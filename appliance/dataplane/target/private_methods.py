@@ -65,16 +65,17 @@ class PrivateMethods:
         return True
 
     def forebay_grants_add(self, params: Params) -> bool:
-        """Grant ranges of a volume to one host, all or none; -17 if one overlaps another grant."""
+        """Grant ranges of a volume to hosts, all or none; -17 if one overlaps another grant."""
         volume = self._server.volume(params.text("name"))
-        host_nqn, host_id = params.text("host_nqn"), params.text("host_id")
-        rows = params.rows("grants", 3)
+        names, rows = params.text_rows("hosts", 2), params.rows("grants", 3)
         params.finish()
         try:
-            host = HostIdentity(host_nqn, str(UUID(host_id)))
+            hosts = [HostIdentity(host_nqn, str(UUID(host_id))) for host_nqn, host_id in names]
         except ValueError:
             raise RpcError.invalid_params() from None
-        self._server.grants.add(volume.name, host, [(row[0], row[1], row[2]) for row in rows], volume.lba_count)
+        if not hosts:
+            raise RpcError.invalid_params()
+        self._server.grants.add(volume.name, hosts, [(row[0], row[1], row[2]) for row in rows], volume.lba_count)
         return True
 
     def forebay_grants_revoke(self, params: Params) -> Any:

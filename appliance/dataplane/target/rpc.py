@@ -118,6 +118,14 @@ class Params:
                     raise RpcError.invalid_params()
         return [tuple(row) for row in rows]
 
+    def text_rows(self, name: str, width: int) -> list[tuple[str, ...]]:
+        """A required list of lists of `width` strings."""
+        rows: list[Any] = self._take(name, list, ...)
+        for row in rows:
+            if not isinstance(row, list) or len(row) != width or not all(isinstance(value, str) for value in row):
+                raise RpcError.invalid_params()
+        return [tuple(row) for row in rows]
+
     def integers(self, name: str) -> list[int]:
         """A required list of integers."""
         values: list[Any] = self._take(name, list, ...)

@@ -686,19 +686,22 @@ class AllocateRequest(_message.Message):
     TTL_MS_FIELD_NUMBER: _builtins.int
     HINTS_FIELD_NUMBER: _builtins.int
     DESCRIBE_FIELD_NUMBER: _builtins.int
+    SESSION_HOSTS_FIELD_NUMBER: _builtins.int
     value_lengths: _builtins.bytes
     """packed u64; may be empty when the schema fixes them"""
     host_nqn: _builtins.str
     """the calling process"""
     ttl_ms: _builtins.int
     """deadline for the commits; 0: the node's default"""
+    session_hosts: _builtins.bool
+    """every process that joined the session so far will write; host_nqns is empty then"""
     @_builtins.property
     def context(self) -> Global___Context: ...
     @_builtins.property
     def keys(self) -> Global___Keys: ...
     @_builtins.property
     def host_nqns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """who will write; empty: the calling process alone"""
+        """who will write, of the session's processes; empty: the calling process alone"""
 
     @_builtins.property
     def hints(self) -> Global___Hints: ...
@@ -715,10 +718,11 @@ class AllocateRequest(_message.Message):
         ttl_ms: _builtins.int = ...,
         hints: Global___Hints | None = ...,
         describe: Global___Describe | None = ...,
+        session_hosts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "describe", b"describe", "hints", b"hints", "keys", b"keys"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "describe", b"describe", "hints", b"hints", "host_nqn", b"host_nqn", "host_nqns", b"host_nqns", "keys", b"keys", "ttl_ms", b"ttl_ms", "value_lengths", b"value_lengths"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "describe", b"describe", "hints", b"hints", "host_nqn", b"host_nqn", "host_nqns", b"host_nqns", "keys", b"keys", "session_hosts", b"session_hosts", "ttl_ms", b"ttl_ms", "value_lengths", b"value_lengths"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -786,7 +790,7 @@ class CommitRequest(_message.Message):
     checksums: _builtins.bytes
     """packed u32, one a tile"""
     host_nqn: _builtins.str
-    """whose writes have completed"""
+    """who wrote these tiles; WriteFenced if it may not"""
     @_builtins.property
     def context(self) -> Global___Context: ...
     def __init__(
@@ -837,8 +841,9 @@ class AbortRequest(_message.Message):
     HOST_NQN_FIELD_NUMBER: _builtins.int
     write_ids: _builtins.bytes
     quiesced: _builtins.bool
-    """every write command under these has completed at the initiator"""
+    """every write command of host_nqn under these has completed at the initiator"""
     host_nqn: _builtins.str
+    """the calling process, which speaks for no other"""
     @_builtins.property
     def context(self) -> Global___Context: ...
     def __init__(

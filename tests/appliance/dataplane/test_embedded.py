@@ -91,9 +91,9 @@ def host(name: str = "a") -> HostIdentity:
     return HostIdentity(f"nqn.2026-11.io.forebay:host:{name}", str(uuid.uuid5(uuid.NAMESPACE_OID, name)))
 
 
-def grants(numbers: Sequence[int], owner: HostIdentity, volume: int = 1) -> list[WriteGrant]:
+def grants(numbers: Sequence[int], *owners: HostIdentity, volume: int = 1) -> list[WriteGrant]:
     """Grants of 4 KiB each, side by side from region 1 on."""
-    return [WriteGrant(GrantId(n), owner, Extent(VolumeId(volume), REGION + n * 4096, 4096)) for n in numbers]
+    return [WriteGrant(GrantId(n), owners, Extent(VolumeId(volume), REGION + n * 4096, 4096)) for n in numbers]
 
 
 async def test_who_answers(tmp_path: Path) -> None:
@@ -359,7 +359,9 @@ class TestGrants:
         async with rigged(tmp_path) as rig:
             await rig.target.add_volume(rig.volume(1))
             await rig.target.add_volume(rig.volume(2))
-            await rig.target.grant([*grants([1, 2], host("a")), *grants([3], host("b")), *grants([4], host("a"), 2)])
+            await rig.target.grant(
+                [*grants([1, 2], host("a")), *grants([3], host("b")), *grants([4], host("a"), host("b"), volume=2)]
+            )
             assert await rig.live_grants() == 4
             await rig.target.revoke([GrantId(1), GrantId(4), GrantId(99)])
             assert await rig.live_grants() == 2
@@ -379,8 +381,8 @@ class TestGrants:
         async with rigged(tmp_path) as rig:
             await rig.target.add_volume(rig.volume(1))
             await rig.target.add_volume(rig.volume(2))
-            await rig.target.grant(grants([7], host("b"), 2))
-            overlapping = [WriteGrant(GrantId(8), host("a"), Extent(VolumeId(2), REGION + 7 * 4096, 4096))]
+            await rig.target.grant(grants([7], host("b"), volume=2))
+            overlapping = [WriteGrant(GrantId(8), (host("a"),), Extent(VolumeId(2), REGION + 7 * 4096, 4096))]
             with pytest.raises(AlreadyExists):
                 await rig.target.grant([*grants([1, 2], host("a")), *overlapping])
             assert await rig.live_grants() == 1
@@ -389,7 +391,7 @@ class TestGrants:
         async with rigged(tmp_path) as rig:
             await rig.target.add_volume(rig.volume(1))
             with pytest.raises(NotFound):
-                await rig.target.grant([*grants([1], host()), *grants([2], host(), 2)])
+                await rig.target.grant([*grants([1], host()), *grants([2], host(), volume=2)])
             assert await rig.live_grants() == 0
 
 

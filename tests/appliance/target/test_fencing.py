@@ -1,4 +1,4 @@
-"""Writes reach media under live grants of their own host, or not at all; and what was taken away stays away."""
+"""Writes reach media under live grants that name their host, or not at all; and what was taken away stays away."""
 
 from __future__ import annotations
 
@@ -75,6 +75,26 @@ def test_a_write_may_span_adjacent_grants_of_its_host(rig: Rig) -> None:
     with rig.attach() as host:
         assert host.io[0].write(10, b"x" * 306 * 4096).status == 0
         assert denied(host.io[0].write(10, b"x" * 307 * 4096))
+
+
+def test_hosts_of_one_grant_write_side_by_side_and_no_other_does(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.grant(1, 0, 10, HOST, OTHER)
+    gate = Gate(monkeypatch, rig)
+    third = HostIdentity("nqn.2026-11.test:third", HOST.host_id)
+    with rig.attach() as mine, rig.other() as theirs, ThreadPoolExecutor(3) as pool:
+        held = pool.submit(mine.io[0].write, 0, DATA)
+        assert gate.entered.wait(10)
+        beside = pool.submit(theirs.io[0].write, 5, DATA)
+        assert not rig.server.grants.covers("vol", third, 0, 10)
+        revoking = pool.submit(rig.server.grants.revoke, [1])
+        eventually(lambda: not rig.server.grants.covers("vol", OTHER, 0, 1), "the grant is no longer live")
+        gate.open.set()
+        assert revoking.result(10) == 1
+        assert held.result(10).status == 0
+        # either it was counted in before, or it is refused
+        assert beside.result(10).status in (0, Status.ACCESS_DENIED)
+        for host in (mine, theirs):
+            assert denied(host.io[0].write(0, DATA))
 
 
 def test_a_grant_is_for_the_host_id_not_for_the_nqn(rig: Rig) -> None:
@@ -282,25 +302,26 @@ ops = st.lists(
 @given(ops)
 def test_the_table_agrees_with_a_map_of_lbas(steps: list[tuple[str, int, int, int]]) -> None:
     table = GrantTable()
-    owner: dict[int, tuple[HostIdentity, int]] = {}
+    owner: dict[int, tuple[frozenset[HostIdentity], int]] = {}
     for op, number, slba, nlb in steps:
-        host = HOST if number % 2 else OTHER
+        hosts = (frozenset({HOST}), frozenset({OTHER}), frozenset({HOST, OTHER}))[number % 3]
+        host = HOST if nlb % 2 else OTHER
         lbas = range(slba, slba + nlb)
         if op == "add":
             taken = any(g == number for _, g in owner.values()) or any(lba in owner for lba in lbas)
             same = {lba for lba, (_, g) in owner.items() if g == number} == set(lbas)
             try:
-                table.add("v", [host], [(number, slba, nlb)], 100)
+                table.add("v", hosts, [(number, slba, nlb)], 100)
             except AlreadyExists:
                 assert taken and not same
             else:
                 assert same or not taken
-                owner.update(dict.fromkeys(lbas, (host, number)))
+                owner.update(dict.fromkeys(lbas, (hosts, number)))
         elif op == "revoke":
             table.revoke([number])
             owner = {lba: value for lba, value in owner.items() if value[1] != number}
         else:
-            expected = all(owner.get(lba, (None, 0))[0] == host for lba in lbas)
+            expected = all(host in owner.get(lba, (frozenset(), 0))[0] for lba in lbas)
             assert table.covers("v", host, slba, nlb) == expected
             held = table.begin_write("v", host, slba, nlb)
             assert (held is not None) == expected
