@@ -296,6 +296,8 @@ class Client:
         """
         if len(prefix) > MAX_KEY_BYTES:
             raise InvalidArgument(f"a prefix of {len(prefix)} bytes", field="prefix", limit=MAX_KEY_BYTES)
+        if not 0 <= group < 1 << 16 or not 0 <= scope < 1 << 32:
+            raise InvalidArgument(f"group {group}, scope {scope}", field="group", limit="16 and 32 bits")
         return self._pages(bytes(prefix), group, scope, deadline_ms)
 
     def _pages(self, prefix: bytes, group: int, scope: int, deadline_ms: int | None) -> Iterator[ListedBlock]:
@@ -331,6 +333,11 @@ class Client:
         Goes on by itself when the node restarts. An event ``resync`` says that some were lost. Close the iterator to
         end it. Raises what the node answers, except that it is away.
         """
+        if not 0 <= after_sequence < 1 << 64 or not 0 <= log < 1 << 64:
+            raise InvalidArgument(f"sequence {after_sequence}, log {log}", field="after_sequence", limit="64 bits")
+        return self._follow(after_sequence, log)
+
+    def _follow(self, after_sequence: int, log: int) -> Iterator[WatchEvent]:
         while True:
             view = self._session.view
             request = pb.WatchRequest(context=view.context(600_000), after_sequence=after_sequence, log=log)
@@ -399,10 +406,10 @@ class Client:
         return self._clock.monotonic_ms() + left_ms
 
     def _keys(self, keys: Sequence[Key], *, unique: bool = False) -> _Blocks:
-        blocks = [_block(key, i) for i, key in enumerate(keys)]
+        blocks = [BlockKey(key) if type(key) is bytes else _block(key, i) for i, key in enumerate(keys)]
         check_keys(blocks, unique=unique)
         for block in blocks:
-            if block.group or len(self._schema.groups) == 0:
+            if block.group:
                 group_of(self._schema, block)
         return blocks
 
@@ -432,5 +439,5 @@ def _block(key: Any, index: int) -> BlockKey:
             raise InvalidArgument(f"keys[{index}] has group {key.group}, scope {key.scope}", field=f"keys[{index}]")
         return key
     if isinstance(key, bytes):
-        return BlockKey(key)
+        return BlockKey(bytes(key))
     raise InvalidArgument(f"keys[{index}] is {type(key).__name__}, not bytes or BlockKey", field=f"keys[{index}]")

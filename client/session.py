@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 _GATHER_LEASES = 256
 _GATHER_S = 0.05
 """Leases and failed writes wait this long for others to be given back with."""
+_CLOSE_MS = 2_000
+"""Closing waits this long for calls of its own, each time."""
 _RETRY_MS = (100, 2_000)
 """First and longest wait between attempts to reach a node that does not answer."""
 _LOST = (SessionExpired, StaleIncarnation)
@@ -204,8 +206,8 @@ class Session:
                 return
             self._closed = True
             self._wake.notify_all()
-        self._thread.join()
-        deadline_ms = self._clock.monotonic_ms() + min(self._options.connect_ms, 2_000)
+        self._thread.join(_CLOSE_MS / 1000)
+        deadline_ms = self._clock.monotonic_ms() + min(self._options.connect_ms, _CLOSE_MS)
         with self._changing:
             view = self._view
             for transport, _ in self._transports.values():
@@ -219,7 +221,8 @@ class Session:
                 self.rpc.call(self.rpc.blocks.CloseSession, request, deadline_ms)
             except ForebayError as e:
                 _log.debug("the session was not closed, it will expire: %s", e)
-        self.rpc.close()
+        self.rpc.close()  # which ends whatever call the session's thread is still in
+        self._thread.join()
 
     # --- opening ----------------------------------------------------------------------------------------------------
 
@@ -336,6 +339,12 @@ class Session:
     # --- the session's own thread -----------------------------------------------------------------------------------
 
     def _keep(self) -> None:
+        try:
+            self._keep_going()
+        except Exception:  # the engine must live on; its session expires, and calls open a new one
+            _log.exception("the session's thread ended")
+
+    def _keep_going(self) -> None:
         failures = 0
         next_ms = 0  # the first beat connects the data path
         while True:
@@ -350,7 +359,7 @@ class Session:
             if self._clock.monotonic_ms() < next_ms:
                 continue
             interval_ms = max(100, (self._view.reply.heartbeat_ms or 3_000) * 3 // 4)
-            deadline_ms = self._clock.monotonic_ms() + max(500, interval_ms)
+            deadline_ms = self._clock.monotonic_ms() + self._options.connect_ms
             failures = 0 if self._beat(self._view, deadline_ms) else failures + 1
             wait_ms = min(interval_ms, self._backoff_ms(failures)) if failures else interval_ms
             next_ms = self._clock.monotonic_ms() + wait_ms

@@ -33,6 +33,7 @@ from forebay.errors import (
     ConnectionLost,
     DeadlineExceeded,
     ForebayError,
+    InvalidArgument,
     ProtocolError,
     Unavailable,
     VolumeMismatch,
@@ -70,6 +71,28 @@ class NvmeTcpOptions:
     queue_bytes: int = 8 << 20
     keep_alive_ms: int = 15_000
     backoff_ms: tuple[int, int] = (50, 2_000)
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("connections", 1, 256),
+            ("call_connections", 1, 256),
+            ("max_command_bytes", LBA_BYTES, _MAX_BLOCKS * LBA_BYTES),
+            ("queue_bytes", 1, 1 << 40),
+            ("keep_alive_ms", 30, 0xFFFFFFFF),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise InvalidArgument(f"{name} is {value}", field=f"nvme_tcp.{name}", limit=f"{low} to {high}")
+        if self.max_command_bytes % LBA_BYTES:
+            raise InvalidArgument(
+                f"max_command_bytes is {self.max_command_bytes}",
+                field="nvme_tcp.max_command_bytes",
+                limit=f"multiples of {LBA_BYTES}",
+            )
+        if not 1 <= self.backoff_ms[0] <= self.backoff_ms[1]:
+            raise InvalidArgument(
+                f"backoff_ms is {self.backoff_ms}", field="nvme_tcp.backoff_ms", limit="1 <= first <= last"
+            )
 
 
 @dataclass(slots=True, eq=False)

@@ -44,7 +44,7 @@ class Request:
     )
 
     def __init__(
-        self, nsid: int, offset_bytes: int, length_bytes: int, segments: Sequence[Segment], *, write: bool
+        self, nsid: int, offset_bytes: int, length_bytes: int, segments: list[Segment], *, write: bool
     ) -> None:
         self.nsid = nsid
         self.offset_bytes = offset_bytes
@@ -177,11 +177,11 @@ def plan(ops: Sequence[ReadOp | WriteOp], which: Sequence[int], sizes: Sequence[
             last = requests[-1]
             if last.nsid == op.nsid and last.length_bytes + size <= max_bytes:
                 last.parts.append((i, len(last.segments), len(op.segments)))
-                last.segments = [*last.segments, *op.segments]
+                last.segments += op.segments
                 last.length_bytes += size
                 end += size
                 continue
-        request = Request(op.nsid, op.offset_bytes, size, op.segments, write=write)
+        request = Request(op.nsid, op.offset_bytes, size, list(op.segments), write=write)
         request.parts.append((i, 0, len(op.segments)))
         requests.append(request)
         end = op.offset_bytes + size
@@ -189,7 +189,7 @@ def plan(ops: Sequence[ReadOp | WriteOp], which: Sequence[int], sizes: Sequence[
 
 
 def _split(op: ReadOp | WriteOp, index: int, size: int, max_bytes: int, *, write: bool) -> list[Request]:
-    whole = Request(op.nsid, op.offset_bytes, size, op.segments, write=write)
+    whole = Request(op.nsid, op.offset_bytes, size, list(op.segments), write=write)
     requests = []
     for at in range(0, size, max_bytes):
         length_bytes = min(max_bytes, size - at)

@@ -134,6 +134,7 @@ class NodeProcess(NodeAccess):
     def start(self) -> None:
         """Start it, after the first time on the ports it had."""
         env = {**os.environ, "FOREBAY_GRPC_LISTEN": self.grpc, "FOREBAY_TARGET_LISTEN": self.nvme}
+        env["FOREBAY_HTTP_LISTEN"] = "127.0.0.1:0"
         command = [str(Path(sys.executable).with_name("forebay")), "serve", "--data", str(self.data)]
         described = self.data / "node.json"
         described.unlink(missing_ok=True)
@@ -158,8 +159,12 @@ class NodeProcess(NodeAccess):
         self.process.wait()
         self.kill_target()
 
+    @property
+    def target_pid(self) -> int:
+        return int(str(self._target()["pid"]))
+
     def kill_target(self) -> None:
-        os.kill(int(str(self._target()["pid"])), signal.SIGKILL)
+        os.kill(self.target_pid, signal.SIGKILL)
 
     def stop(self) -> None:
         self.process.terminate()

@@ -4,9 +4,11 @@ import hashlib
 import mmap
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -215,6 +217,11 @@ def test_listing_pages(client: Client) -> None:
     assert [block.key for block in client.list(b"list/")] == keys
     assert {(b.length_bytes, b.group, b.scope) for b in client.list(b"list/000")} == {(1, 0, 0)}
     assert list(client.list(b"nothing like it")) == []
+    for wrong in ({"prefix": bytes(2000)}, {"group": -1}, {"scope": 1 << 32}):
+        with pytest.raises(InvalidArgument):
+            client.list(**wrong)
+    with pytest.raises(InvalidArgument):
+        client.watch(-1)
 
 
 def test_wait_for_another_client(shared_node: NodeProcess, client: Client) -> None:
@@ -327,6 +334,9 @@ def test_bad_options() -> None:
     for bad in ({"deadline_ms": 0}, {"connect_ms": 0}, {"batch_bytes": 0}, {"wait_pending_ms": -1}):
         with pytest.raises(InvalidArgument):
             replace(OPTIONS, **bad)  # type: ignore[arg-type]
+    for wrong in ({"connections": 0}, {"max_command_bytes": 5000}, {"queue_bytes": 0}, {"backoff_ms": (9, 3)}):
+        with pytest.raises(InvalidArgument, match=next(iter(wrong))):
+            NvmeTcpOptions(**wrong)
 
 
 # --- who may ---
@@ -525,3 +535,42 @@ def test_a_node_that_is_gone_for_good(node: NodeProcess) -> None:
     with pytest.raises(Unavailable):
         node.connect(options=ClientOptions(connect_ms=500))
     node.start()
+
+
+@pytest.mark.parametrize("part", ["daemon", "target"])
+def test_a_stopped_process_holds_nobody_up(node: NodeProcess, part: str) -> None:
+    """Half-open: the kernel still answers, the process does not. Calls end at their deadlines."""
+    pid = node.process.pid if part == "daemon" else node.target_pid
+    value = noise(1 << 20)
+    with node.connect(options=OPTIONS) as client:
+        assert client.put([b"k"], [value])[0].stored
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            start = time.monotonic()
+            assert client.get([b"k"], deadline_ms=300)[0].reason == "deadline_exceeded"
+            if part == "daemon":
+                assert set(client.match([b"k"], deadline_ms=300).reasons) == {"deadline_exceeded"}
+            assert client.put([b"other"], [value], deadline_ms=300)[0].reason == "deadline_exceeded"
+            assert time.monotonic() - start < 15, "bounded by deadlines of 0.3 s, on a machine however busy"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        eventually(lambda: values_of(client, [b"k"]) == [value], "the node to be back")
+
+
+def test_a_closed_client_leaves_nothing_behind(shared_node: NodeProcess) -> None:
+    def use() -> None:
+        with shared_node.connect(options=OPTIONS) as client:
+            client.put([b"left"], [b"x"])
+            assert client.get([b"left"])[0].hit
+        client.close()
+        assert client.get([b"left"])[0].reason == "unavailable"
+
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    use()
+    files = open_files()
+    for _ in range(5):
+        use()
+    eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("forebay")], "threads to end")
+    eventually(lambda: open_files() <= files, "files to be closed")

@@ -417,7 +417,9 @@ def test_a_target_that_stops_reading(peer: Peer, transport: NvmeTcpTransport) ->
     peer.volume = bytearray(64 << 20)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Link, "next_r2t", next_r2t)
-        outcome = write(transport_to(peer, max_command_bytes=32 << 20), bytes(32 << 20), 300)
+        large = transport_to(peer, max_command_bytes=32 << 20)
+        outcome = write(large, bytes(32 << 20), 300)
+        large.close()
         stuck.set()
     assert isinstance(outcome.error, DeadlineExceeded)
     assert not outcome.quiesced
