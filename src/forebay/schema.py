@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import cbor2
 
-from forebay.errors import SchemaInvalid, ValueSize
+from forebay.errors import GridInvalid, SchemaInvalid, ValueSize
 from forebay.ids import LBA_BYTES, MAX_GROUPS, MAX_TILES, MAX_VALUE_BYTES, Keyspace, align_up
 
 __all__ = [
@@ -124,6 +124,18 @@ class Group:
         """Heads that a head group covers; empty for replicated groups."""
         return _share(self.kv_heads, self.head_groups, head_group)
 
+    def tiles_of(self, heads: range | None = None, layers: range | None = None) -> tuple[int, ...]:
+        """The tiles that make up these heads and these positions in ``layers``, ascending; None means all of them.
+
+        A block's tiles are numbered ``[head group][layer group]``. Raises `GridInvalid` where a range ends inside a
+        tile, or is not of the grid; a group without a head axis takes no ``heads``.
+        """
+        if heads is not None and not self.kv_heads:
+            raise GridInvalid(f"the {self.kind} group has no head axis to take heads from", field="heads")
+        columns = _covered("heads", heads, self.kv_heads, self.head_groups)
+        rows = _covered("layers", layers, len(self.layers), self.layer_groups)
+        return tuple(column * self.layer_groups + row for column in columns for row in rows)
+
     def layout(self, value_bytes: int | None = None) -> TileLayout:
         """Tile lengths and offsets; ``value_bytes`` is needed for ``opaque`` and checked for everything else.
 
@@ -149,6 +161,26 @@ def _share(count: int, parts: int, part: int) -> range:
     base, extra = divmod(count, parts)
     start = part * base + min(part, extra)
     return range(start, start + base + (part < extra))
+
+
+def _covered(what: str, wanted: range | None, count: int, parts: int) -> range:
+    """The parts that a range of heads or layers consists of."""
+    if wanted is None:
+        return range(parts)
+    if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= count:
+        raise GridInvalid(f"{wanted} of {count} {what}", field=what, limit=f"a range inside range(0, {count})")
+    shares = [_share(count, parts, part) for part in range(parts)]
+    found = [part for part in range(parts) if shares[part].start < wanted.stop and wanted.start < shares[part].stop]
+    for share in (shares[found[0]], shares[found[-1]]):
+        if not (wanted.start <= share.start and share.stop <= wanted.stop):
+            axis = "head_groups" if what == "heads" else "layer_groups"
+            raise GridInvalid(
+                f"{what} {wanted.start} to {wanted.stop - 1} end inside the tile of {what} {share.start} to "
+                f"{share.stop - 1}: a schema with more {axis} than {parts} can be cut there",
+                field=what,
+                limit=axis,
+            )
+    return range(found[0], found[-1] + 1)
 
 
 @lru_cache(maxsize=256)

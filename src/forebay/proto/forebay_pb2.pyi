@@ -772,6 +772,53 @@ class AllocateReply(_message.Message):
 Global___AllocateReply: _TypeAlias = AllocateReply  # noqa: Y015
 
 @_typing.final
+class WritePlan(_message.Message):
+    """What a leader hands to the other ranks of its session; never sent to a node. Columns as in AllocateReply."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    VALUE_LENGTHS_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    WRITE_IDS_FIELD_NUMBER: _builtins.int
+    VOLUMES_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    session: _builtins.bytes
+    value_lengths: _builtins.bytes
+    """packed u64"""
+    status: _builtins.bytes
+    write_ids: _builtins.bytes
+    volumes: _builtins.bytes
+    offsets: _builtins.bytes
+    lengths: _builtins.bytes
+    @_builtins.property
+    def keys(self) -> Global___Keys: ...
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        session: _builtins.bytes = ...,
+        keys: Global___Keys | None = ...,
+        value_lengths: _builtins.bytes = ...,
+        status: _builtins.bytes = ...,
+        write_ids: _builtins.bytes = ...,
+        volumes: _builtins.bytes = ...,
+        offsets: _builtins.bytes = ...,
+        lengths: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lengths", b"lengths", "offsets", b"offsets", "session", b"session", "status", b"status", "value_lengths", b"value_lengths", "version", b"version", "volumes", b"volumes", "write_ids", b"write_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WritePlan: _TypeAlias = WritePlan  # noqa: Y015
+
+@_typing.final
 class CommitRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
