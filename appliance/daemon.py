@@ -17,6 +17,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -26,12 +27,16 @@ from forebay.appliance.control.admin_calls import AdminCalls
 from forebay.appliance.control.administration import Administration
 from forebay.appliance.control.calls import Calls
 from forebay.appliance.control.data_calls import DataCalls
+from forebay.appliance.control.health import Health
+from forebay.appliance.control.http import make_app
+from forebay.appliance.control.http_server import HttpServer
 from forebay.appliance.control.load import LoadEstimate
 from forebay.appliance.control.server import ControlServer
 from forebay.appliance.dataplane.embedded import EmbeddedTarget, TransportLimits
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.supervisor import Supervisor
 from forebay.appliance.dataplane.volumes import claim_drive, drive_space, open_drive, require_capacity
+from forebay.appliance.metrics import NodeMetrics
 from forebay.appliance.namespace.acl import hash_token, new_token
 from forebay.appliance.namespace.checkpoint import FILE_NAME
 from forebay.appliance.namespace.desired_state import Principal
@@ -40,6 +45,8 @@ from forebay.appliance.namespace.node import Node, NodeLimits
 from forebay.appliance.namespace.rocks import RocksStore
 from forebay.appliance.namespace.room import Watermarks
 from forebay.appliance.namespace.space import Drive
+from forebay.appliance.settings import Endpoint
+from forebay.appliance.trace import Tracer
 from forebay.clock import SystemClock
 from forebay.errors import CapacityShort, DataDirInUse, ForebayError
 from forebay.ids import LBA_BYTES
@@ -104,6 +111,8 @@ class _Daemon:
         self._node: Node | None = None
         self._load = LoadEstimate()
         self._stopping = asyncio.Event()
+        endpoint = config.trace.otlp_endpoint
+        self._tracer = Tracer.to_collector(endpoint, config.name) if endpoint else None
 
     async def main(self) -> int:
         loop = asyncio.get_running_loop()
@@ -116,6 +125,8 @@ class _Daemon:
             await self._serve(store, meta, drives)
         finally:
             store.close()
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
         return 0
 
     async def _open_drives(self, meta: NodeMeta) -> list[Drive]:
@@ -159,7 +170,7 @@ class _Daemon:
         found = await supervisor.start()
         if found:
             _log.info("the target of an earlier start is still there, pid %s", supervisor.pid)
-        rpc = JsonRpcClient(supervisor.socket, timeout_s=target_config.rpc_timeout_ms / 1000)
+        rpc = JsonRpcClient(supervisor.socket, timeout_s=target_config.rpc_timeout_ms / 1000, tracer=self._tracer)
         target = EmbeddedTarget(
             rpc,
             node=meta.node_id.hex()[:16],
@@ -196,7 +207,7 @@ class _Daemon:
             self._node = node
             await self._bootstrap(node)
             await node.release_empty_regions()
-            await self._run(node, supervisor)
+            await self._run(node, store, supervisor)
             await node.close()
         except BaseException:
             # a start that failed leaves no target of its own behind; one that served goes on serving
@@ -221,21 +232,27 @@ class _Daemon:
         admin = Principal("admin", hash_token(token), SystemClock().wall_ms(), admin=True)
         await node.state.add_principal(admin)
 
-    async def _run(self, node: Node, supervisor: Supervisor) -> None:
+    async def _run(self, node: Node, store: RocksStore, supervisor: Supervisor) -> None:
         config = self._config
-        calls = Calls(node.acl, node.engine.counters)
+        calls = Calls(node.acl, node.engine.counters, tracer=self._tracer)
         administration = Administration(node, config.name, lambda: supervisor.restarts)
-
         server = ControlServer(
             calls,
             DataCalls(node, config.name, self._load.load_us),
             AdminCalls(administration),
             config.grpc.max_message_bytes,
         )
-        port = await server.start(config.grpc.listen.host, config.grpc.listen.port)
+        metrics = NodeMetrics(node, config.name, store, calls.accounts, supervisor)
+        health = Health(node, lambda: supervisor.serving)
+        http = HttpServer(
+            make_app(calls, node.acl, administration, health, metrics.scrape, open_metrics=config.http.open_metrics)
+        )
+        served = {"grpc": replace(config.grpc.listen, port=await server.start(config.grpc.listen))}
         tasks = [asyncio.create_task(self._sweep(node)), asyncio.create_task(self._save_checkpoints(node))]
         try:
-            await self._announce(node, supervisor, port)
+            if config.http.enabled:
+                served["http"] = replace(config.http.listen, port=http.start(config.http.listen))
+            await self._announce(node, supervisor, served)
             await self._stopping.wait()
             _log.info("stopping")
         finally:
@@ -244,24 +261,26 @@ class _Daemon:
                 with suppress(asyncio.CancelledError):
                     await task
             (config.data / NODE_FILE).unlink(missing_ok=True)
+            await http.stop()
             await server.stop()
 
-    async def _announce(self, node: Node, supervisor: Supervisor, port: int) -> None:
+    async def _announce(self, node: Node, supervisor: Supervisor, served: dict[str, Endpoint]) -> None:
         config, found = self._config, node.recovered
-        grpc_address = f"{config.grpc.listen.host}:{port}"
         about = {
             "node": config.name,
-            "grpc": grpc_address,
+            **{protocol: str(address) for protocol, address in served.items()},
             "pid": os.getpid(),
             "incarnation": node.meta.incarnation,
             "target": {"socket": str(supervisor.socket), "pid": supervisor.pid},
         }
         tenants = sorted({n.tenant for n in node.state.namespaces})
-        lines = [f"control      forebay://{grpc_address}"]
+        lines = [f"control      forebay://{served['grpc']}"]
         if tenants:
             endpoint = await node.engine.target.endpoint(tenants[0])
             about["target"] |= {"address": endpoint.address, "port": endpoint.port}  # type: ignore[operator]
             lines.append(f"data         nvme-tcp://{endpoint.address}:{endpoint.port}")
+        if "http" in served:
+            lines.append(f"admin        http://{served['http']}")
         lines.append(f"admin token  {config.data / ADMIN_TOKEN_FILE}")
         _write_private(config.data / NODE_FILE, json.dumps(about, indent=2) + "\n")
         _log.info(

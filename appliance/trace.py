@@ -1,4 +1,4 @@
-"""Traces, with OpenTelemetry: a span for each call and for each request to the target.
+"""Traces, with OpenTelemetry: a span for each call and for each request to the target that a call makes.
 
 Without ``[trace] otlp_endpoint`` there is no `Tracer` and nothing of OpenTelemetry is imported here. A caller that
 sends ``traceparent`` (gRPC metadata, HTTP header) finds the node's spans in its own trace.
@@ -81,9 +81,12 @@ class Tracer:
 
     @contextmanager
     def request(self, method: str) -> Iterator[None]:
-        """A span around one request to the target."""
-        from opentelemetry.trace import SpanKind, Status, StatusCode
+        """A span around one request to the target, within a call; what the node does of itself has none."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span
 
+        if not get_current_span().get_span_context().is_valid:
+            yield
+            return
         about = {"forebay.request_id": request_id.current(), "rpc.method": method}
         with self._tracer.start_as_current_span(
             f"target {method}", None, SpanKind.CLIENT, about, record_exception=False, set_status_on_exception=False

@@ -7,6 +7,7 @@ import grpc
 from forebay.appliance.control.admin_calls import AdminCalls
 from forebay.appliance.control.calls import Calls, handler
 from forebay.appliance.control.data_calls import DataCalls
+from forebay.appliance.settings import Endpoint
 from forebay.errors import ConfigInvalid
 
 __all__ = ["ControlServer"]
@@ -33,13 +34,12 @@ class ControlServer:
             handlers = {method.name: handler(calls, method) for method in methods}
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(self, listen: Endpoint) -> int:
         """Listen and serve; the port, chosen by the system for 0. Raises `ConfigInvalid` if it cannot be had."""
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            bound = self._server.add_insecure_port(address)
+            bound = self._server.add_insecure_port(str(listen))
         except RuntimeError as e:
-            raise ConfigInvalid(f"cannot listen on {address}: is it in use?", field="grpc.listen") from e
+            raise ConfigInvalid(f"cannot listen on {listen}: is it in use?", field="grpc.listen") from e
         await self._server.start()
         return bound
 

@@ -16,7 +16,8 @@ from spdk.rpc.client import JSONRPCClient  # type: ignore[import-untyped]
 
 from forebay.client import Client, connect
 from forebay.client.transports.controller import SubsystemAddress
-from forebay.client.transports.nvme_tcp import NvmeTcpOptions, NvmeTcpTransport
+from forebay.client.transports.nvme_tcp import NvmeTcpTransport
+from forebay.client.transports.options import NvmeTcpOptions
 from forebay.clock import Clock
 from forebay.ids import HostIdentity
 

@@ -63,9 +63,9 @@ class DemoNode:
         began = time.monotonic()
         command = [sys.executable, "-m", "forebay.cli.main", "serve", "--data", str(self.data)]
         command += ["--capacity", str(self._capacity_bytes), "--listen", self._listen]
-        # What configures other nodes must not configure this one; its target takes any free port.
+        # What configures other nodes must not configure this one; all but the control service take any free port.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FOREBAY_")}
-        environment["FOREBAY_TARGET_LISTEN"] = "127.0.0.1:0"
+        environment |= {"FOREBAY_TARGET_LISTEN": "127.0.0.1:0", "FOREBAY_HTTP_LISTEN": "127.0.0.1:0"}
         with self._log.open("ab") as log, deferred():  # a process that was started is also known
             # A session of its own: Ctrl-C on the terminal is for the demo alone.
             self._daemon = subprocess.Popen(
