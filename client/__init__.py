@@ -26,7 +26,7 @@ from forebay.client.results import (
     PutResult,
     WatchEvent,
 )
-from forebay.client.transports.nvme_tcp import NvmeTcpOptions
+from forebay.client.transports.options import NvmeTcpOptions
 
 __all__ = [
     "Admin",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from forebay.client.transports.nvme_tcp import NvmeTcpOptions
+from forebay.client.transports.options import NvmeTcpOptions
 from forebay.errors import InvalidArgument
 
 __all__ = ["ClientOptions"]

@@ -26,6 +26,7 @@ from forebay.client.transports.base import (
     op_bytes,
 )
 from forebay.client.transports.controller import Controller, SubsystemAddress
+from forebay.client.transports.options import NvmeTcpOptions
 from forebay.client.transports.queue_pair import QueuePair
 from forebay.client.transports.requests import Request, outcomes, plan
 from forebay.clock import Clock, SystemClock
@@ -33,66 +34,22 @@ from forebay.errors import (
     ConnectionLost,
     DeadlineExceeded,
     ForebayError,
-    InvalidArgument,
     ProtocolError,
     Unavailable,
     VolumeMismatch,
 )
 from forebay.ids import LBA_BYTES, HostIdentity
 
-__all__ = ["NvmeTcpOptions", "NvmeTcpTransport"]
+__all__ = ["NvmeTcpTransport"]
 
 _log = logging.getLogger(__name__)
 
-_MAX_BLOCKS = 1 << 16
-"""Blocks of one command: NLB has 16 bits and is 0's based. NVM §3.2.4."""
 _QUEUE_IDS = 4
 """Queue ids to ask for, a connection: one that broke is not used again soon."""
 _TURN_BYTES = 1 << 20
 """Bytes received from one queue before the next one has its turn and the clock is read."""
 _MAX_POLL_MS = 250
 """A waiting call looks this often whether the transport was closed, whatever its deadline."""
-
-
-@dataclass(frozen=True, slots=True)
-class NvmeTcpOptions:
-    """Settings of the initiator.
-
-    ``connections``: I/O queues at most, for all threads together. ``call_connections``: how many of them one call uses
-    if it is long enough for ``queue_bytes`` on each; more of them cost the target more CPU time and are worth it only
-    where one TCP stream does not fill the network. ``max_command_bytes``: neighbouring ranges become one command up to
-    this, and longer ones several. ``queue_bytes``: bytes asked for on one queue at a time.
-    ``keep_alive_ms``: KATO. ``backoff_ms``: first and longest wait after a failed connect.
-    """
-
-    connections: int = 4
-    call_connections: int = 2
-    max_command_bytes: int = 4 << 20
-    queue_bytes: int = 8 << 20
-    keep_alive_ms: int = 15_000
-    backoff_ms: tuple[int, int] = (50, 2_000)
-
-    def __post_init__(self) -> None:
-        for name, low, high in (
-            ("connections", 1, 256),
-            ("call_connections", 1, 256),
-            ("max_command_bytes", LBA_BYTES, _MAX_BLOCKS * LBA_BYTES),
-            ("queue_bytes", 1, 1 << 40),
-            ("keep_alive_ms", 30, 0xFFFFFFFF),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise InvalidArgument(f"{name} is {value}", field=f"nvme_tcp.{name}", limit=f"{low} to {high}")
-        if self.max_command_bytes % LBA_BYTES:
-            raise InvalidArgument(
-                f"max_command_bytes is {self.max_command_bytes}",
-                field="nvme_tcp.max_command_bytes",
-                limit=f"multiples of {LBA_BYTES}",
-            )
-        if not 1 <= self.backoff_ms[0] <= self.backoff_ms[1]:
-            raise InvalidArgument(
-                f"backoff_ms is {self.backoff_ms}", field="nvme_tcp.backoff_ms", limit="1 <= first <= last"
-            )
 
 
 @dataclass(slots=True, eq=False)
@@ -197,7 +154,7 @@ class NvmeTcpTransport(Transport):
             controller = association.controller
             self._check_volumes(controller, ops, sizes, deadline_ms, results)
             limit = controller.max_transfer_bytes or options.max_command_bytes
-            max_bytes = min(limit, options.max_command_bytes, _MAX_BLOCKS * LBA_BYTES)
+            max_bytes = min(limit, options.max_command_bytes)
             requests = plan(ops, [i for i in range(len(ops)) if i not in results], sizes, max_bytes)
             pairs = list(held)
             self._drive(pairs, requests, deadline_ms)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from spdk.rpc.client import JSONRPCClient  # type: ignore[import-untyped]
 
-from forebay.client import Client, connect
+from forebay.client import Admin, Client, connect
 from forebay.client.transports.controller import SubsystemAddress
 from forebay.client.transports.nvme_tcp import NvmeTcpTransport
 from forebay.client.transports.options import NvmeTcpOptions
@@ -156,13 +156,16 @@ class NodeProcess(NodeAccess):
 
     def kill(self) -> None:
         """SIGKILL to the daemon and its target."""
+        target_pid = self.target_pid
         self.process.kill()
         self.process.wait()
-        self.kill_target()
+        os.kill(target_pid, signal.SIGKILL)
 
     @property
     def target_pid(self) -> int:
-        return int(str(self._target()["pid"]))
+        """Of the target as it is now; the node starts it again when it dies."""
+        with Admin(self.url, token=self.token) as admin:
+            return admin.status().target_pid
 
     def kill_target(self) -> None:
         os.kill(self.target_pid, signal.SIGKILL)

@@ -488,6 +488,8 @@ def test_a_node_killed_and_started_again(node: NodeProcess) -> None:
         assert all(r.stored for r in client.put(keys, values))
         node.kill()
         assert {r.reason for r in client.get(keys)} == {"unavailable"}
+        with pytest.raises(Unavailable):
+            node.connect(options=replace(options, connect_ms=500))
         node.start()
         eventually(lambda: client.match(keys).present == (True,) * 50, "the session to be opened anew")
         eventually(lambda: all(r.hit for r in client.get(keys)), "the data path")
@@ -496,13 +498,13 @@ def test_a_node_killed_and_started_again(node: NodeProcess) -> None:
         assert client.stats.reopened >= 1
 
 
-def test_a_target_killed_in_the_middle_of_reads(node: NodeProcess) -> None:
+def test_a_target_killed_in_the_middle_of_reads(shared_node: NodeProcess) -> None:
     """Reads are hits with the right bytes or misses with a reason, and hits again once it is back."""
     options = ClientOptions(deadline_ms=30_000, nvme_tcp=NvmeTcpOptions(backoff_ms=(1, 50)))
-    keys = [b"b%d" % i for i in range(16)]
+    keys = [b"reads-%d" % i for i in range(16)]
     values = [noise(1 << 20, i) for i in range(16)]
     reasons: set[str] = set()
-    with node.connect(options=options) as client:
+    with shared_node.connect(options=options) as client:
         assert all(r.stored for r in client.put(keys, values))
         into = [bytearray(1 << 20) for _ in keys]
         stop = threading.Event()
@@ -516,7 +518,7 @@ def test_a_target_killed_in_the_middle_of_reads(node: NodeProcess) -> None:
         reader = threading.Thread(target=read)
         reader.start()
         eventually(lambda: "ok" in reasons, "a first read")
-        node.kill_target()
+        shared_node.kill_target()
         eventually(lambda: reasons - {"ok"}, "a miss")
         stop.set()
         reader.join(30)
@@ -527,34 +529,24 @@ def test_a_target_killed_in_the_middle_of_reads(node: NodeProcess) -> None:
         assert client.stats.reconnects >= 1
 
 
-def test_a_node_that_is_gone_for_good(node: NodeProcess) -> None:
-    with node.connect(options=OPTIONS) as client:
-        client.put([b"k"], [b"v"])
-        node.kill()
-        assert client.get([b"k"])[0].reason == "unavailable"
-    with pytest.raises(Unavailable):
-        node.connect(options=ClientOptions(connect_ms=500))
-    node.start()
-
-
 @pytest.mark.parametrize("part", ["daemon", "target"])
-def test_a_stopped_process_holds_nobody_up(node: NodeProcess, part: str) -> None:
+def test_a_stopped_process_holds_nobody_up(shared_node: NodeProcess, part: str) -> None:
     """Half-open: the kernel still answers, the process does not. Calls end at their deadlines."""
-    pid = node.process.pid if part == "daemon" else node.target_pid
-    value = noise(1 << 20)
-    with node.connect(options=OPTIONS) as client:
-        assert client.put([b"k"], [value])[0].stored
+    pid = shared_node.process.pid if part == "daemon" else shared_node.target_pid
+    key, value = b"stopped-" + part.encode(), noise(1 << 20)
+    with shared_node.connect(options=OPTIONS) as client:
+        assert client.put([key], [value])[0].stored
         os.kill(pid, signal.SIGSTOP)
         try:
             start = time.monotonic()
-            assert client.get([b"k"], deadline_ms=300)[0].reason == "deadline_exceeded"
+            assert client.get([key], deadline_ms=300)[0].reason == "deadline_exceeded"
             if part == "daemon":
-                assert set(client.match([b"k"], deadline_ms=300).reasons) == {"deadline_exceeded"}
-            assert client.put([b"other"], [value], deadline_ms=300)[0].reason == "deadline_exceeded"
+                assert set(client.match([key], deadline_ms=300).reasons) == {"deadline_exceeded"}
+            assert client.put([b"other-" + key], [value], deadline_ms=300)[0].reason == "deadline_exceeded"
             assert time.monotonic() - start < 15, "bounded by deadlines of 0.3 s, on a machine however busy"
         finally:
             os.kill(pid, signal.SIGCONT)
-        eventually(lambda: values_of(client, [b"k"]) == [value], "the node to be back")
+        eventually(lambda: values_of(client, [key]) == [value], "the node to be back")
 
 
 def test_a_closed_client_leaves_nothing_behind(shared_node: NodeProcess) -> None:

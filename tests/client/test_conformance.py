@@ -6,7 +6,8 @@ import pytest
 
 from forebay.client.transports.base import Transport
 from forebay.client.transports.controller import SubsystemAddress
-from forebay.client.transports.nvme_tcp import NvmeTcpOptions, NvmeTcpTransport
+from forebay.client.transports.nvme_tcp import NvmeTcpTransport
+from forebay.client.transports.options import NvmeTcpOptions
 from forebay.testing.faults import FaultRates, Faulty
 from forebay.testing.transport_suite import Area, TransportSuite
 from tests.client.conftest import VOLUME_BYTES, TargetProcess, new_host

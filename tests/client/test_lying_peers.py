@@ -11,7 +11,8 @@ import pytest
 from forebay.checksum import crc32c
 from forebay.client.transports.base import Outcome, ReadOp, Segment, WriteOp
 from forebay.client.transports.controller import SubsystemAddress
-from forebay.client.transports.nvme_tcp import NvmeTcpOptions, NvmeTcpTransport
+from forebay.client.transports.nvme_tcp import NvmeTcpTransport
+from forebay.client.transports.options import NvmeTcpOptions
 from forebay.clock import Clock, SystemClock
 from forebay.errors import (
     ConnectionLost,
