@@ -50,7 +50,7 @@ def check_report(report: dict[str, object]) -> None:
     assert isinstance(inputs, dict)
     assert report["ok"] is True and report["requests"] == inputs["requests"] > 0
     assert report["wrong_blocks"] == report["lost_blocks"] == 0
-    assert report["found_after_kill"] == report["acknowledged_at_kill"] != 0
+    assert report["found_after_kill"] == report["acknowledged_at_kill"] != 0, report["misses"]
     assert report["found_at_end"] == report["acknowledged"]
     hit, ceiling = report["hit_tokens"], inputs["ceiling_tokens"]
     assert isinstance(hit, int) and 0 < hit <= ceiling
