@@ -59,27 +59,28 @@ class Controller:
         self.closing = False
         self.io_queue_limit = limits.max_io_queues
         self.kato_ms = kato_ms
-        self.heard_ms = clock.monotonic_ms()
-        """When the host last sent a command on any queue."""
+        self.heard = False
+        """A command came, on any queue, since `expired` was last asked: traffic keeps a controller (CTRATT.TBKAS)."""
+        self._heard_ms = clock.monotonic_ms()
         self._clock = clock
         self._limits = limits
         self._configuration = 0
         self._status = 0
+        self.enabled = False
+        """CC.EN is set and no shutdown was asked for."""
         self._async_events: list[int] = []
         self._async_configuration = 0
 
-    @property
-    def enabled(self) -> bool:
-        """CC.EN is set and no shutdown was asked for."""
-        return bool(self._status & _CSTS_READY)
-
-    def touch(self) -> None:
-        """A command arrived: traffic keeps the controller alive (CTRATT.TBKAS)."""
-        self.heard_ms = self._clock.monotonic_ms()
-
     def expired(self) -> bool:
-        """Whether the host has been silent for longer than its keep-alive time-out. Base §3.9."""
-        return bool(self.kato_ms) and self._clock.monotonic_ms() - self.heard_ms > self.kato_ms + _KAS * 100
+        """Whether the host has been silent for longer than its keep-alive time-out. Base §3.9.
+
+        To be asked often: what was `heard` since the last time counts as heard now.
+        """
+        now_ms = self._clock.monotonic_ms()
+        if self.heard:
+            self.heard = False
+            self._heard_ms = now_ms
+        return bool(self.kato_ms) and now_ms - self._heard_ms > self.kato_ms + _KAS * 100
 
     # --- Fabrics commands (Base §6) ---------------------------------------------------------------------------------
 
@@ -116,6 +117,7 @@ class Controller:
         shutdown = bool(command.cdw12 & _CC_SHUTDOWN)
         if shutdown:
             self._status = self._status & ~_CSTS_READY | _CSTS_SHUTDOWN_COMPLETE
+        self.enabled = bool(self._status & _CSTS_READY)
         return AdminReply(reset=reset or shutdown)
 
     # --- admin commands (Base §5) -----------------------------------------------------------------------------------

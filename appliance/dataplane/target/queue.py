@@ -168,7 +168,7 @@ class Queue:
             self._sq_head = (self._sq_head + 1) % self._entries
         controller = self.controller
         if controller is not None:
-            controller.touch()
+            controller.heard = True
             if self.qid and not in_capsule_bytes and command.opcode == _READ:
                 self._read(command)
                 return
@@ -267,10 +267,11 @@ class Queue:
             return Status.INVALID_NAMESPACE | DNR, None
         if not controller.enabled:
             return Status.COMMAND_SEQUENCE_ERROR | DNR, None
-        length_bytes = command.block_count << _LBA_SHIFT
+        count = command.block_count
+        length_bytes = count << _LBA_SHIFT
         if length_bytes > self._limits.max_command_bytes:
             return Status.INVALID_FIELD | DNR, None
-        if command.slba + command.block_count > namespace.volume.lba_count:
+        if command.slba + count > namespace.volume.lba_count:
             return Status.LBA_OUT_OF_RANGE | DNR, None
         if command.sgl_length_bytes < length_bytes:
             return Status.DATA_SGL_LENGTH_INVALID | DNR, None

@@ -43,9 +43,7 @@ class Stream:
 
     def send(self, pieces: list[Buffer]) -> None:
         """Send all of it, in one call if the peer keeps up. Raises `PeerLost`, OSError."""
-        total = 0
-        for piece in pieces:
-            total += len(piece)
+        total = sum(map(len, pieces))
         try:
             sent = self._sock.sendmsg(pieces)
             while sent < total:

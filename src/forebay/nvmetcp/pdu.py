@@ -22,6 +22,7 @@ __all__ = [
     "term_req",
 ]
 
+_C2H_DATA = int(PduType.C2H_DATA)
 _LAST = int(PduFlag.LAST)
 _SUCCESS = int(PduFlag.SUCCESS)
 _CMD_BYTES = spec.CAPSULE_CMD.size
@@ -98,12 +99,10 @@ def c2h_data_header(
 ) -> bytes:
     """C2HData without its data, TCP §3.6.2.9."""
     size = _DATA_BYTES
-    pdo = -(-size // align_bytes) * align_bytes
+    pdo = size if align_bytes <= 8 else -(-size // align_bytes) * align_bytes
     flags = (_LAST if last else 0) | (_SUCCESS if success else 0)
-    header = spec.C2H_DATA.pack(
-        PduType.C2H_DATA, flags, size, pdo, pdo + length_bytes, cid, 0, offset_bytes, length_bytes
-    )
-    return header.ljust(pdo, b"\0")
+    header = spec.C2H_DATA.pack(_C2H_DATA, flags, size, pdo, pdo + length_bytes, cid, 0, offset_bytes, length_bytes)
+    return header if pdo == size else header.ljust(pdo, b"\0")
 
 
 def r2t(cid: int, tag: int, offset_bytes: int, length_bytes: int) -> bytes:

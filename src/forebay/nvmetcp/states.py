@@ -24,6 +24,8 @@ class Role(Enum):
 class State(Enum):
     """States of a transport connection."""
 
+    __hash__ = object.__hash__  # members are single objects; Enum's own hash is a Python call for every look-up
+
     NEW = "new"
     """Nothing was exchanged."""
     INITIALIZING = "initializing"
@@ -40,6 +42,8 @@ class State(Enum):
 
 class Input(Enum):
     """What moves a connection: a PDU header received, a PDU sent, payload complete, end of stream."""
+
+    __hash__ = object.__hash__
 
     RECV_IC_REQ = "recv ICReq"
     RECV_IC_RESP = "recv ICResp"

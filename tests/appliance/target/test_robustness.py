@@ -174,9 +174,15 @@ def test_keep_alive(tmp_path: Path) -> None:  # Base §3.9
         rig.attach(keep_alive_ms=1000) as alive,
         rig.attach(keep_alive_ms=0) as careless,
     ):
+
+        def seen() -> bool:
+            return not any(controller.heard for controller in rig.server.controllers)
+
+        eventually(seen, "what was heard so far is noted")
         clock.advance(900)
         assert reading.io[0].read(0, 1)[0].status == 0
         assert alive.admin.run(command.keep_alive(200))[0].status == 0
+        eventually(seen, "the commands are noted")
         clock.advance(900)
         assert silent.io[0].gone() is None
         assert silent.admin.gone() is None
