@@ -18,8 +18,10 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib import import_module
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forebay.appliance import log
 from forebay.appliance.config import Config
@@ -27,16 +29,12 @@ from forebay.appliance.control.admin_calls import AdminCalls
 from forebay.appliance.control.administration import Administration
 from forebay.appliance.control.calls import Calls
 from forebay.appliance.control.data_calls import DataCalls
-from forebay.appliance.control.health import Health
-from forebay.appliance.control.http import make_app
-from forebay.appliance.control.http_server import HttpServer
 from forebay.appliance.control.load import LoadEstimate
 from forebay.appliance.control.server import ControlServer
 from forebay.appliance.dataplane.embedded import EmbeddedTarget, TransportLimits
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.supervisor import Supervisor
 from forebay.appliance.dataplane.volumes import claim_drive, drive_space, open_drive, require_capacity
-from forebay.appliance.metrics import NodeMetrics
 from forebay.appliance.namespace.acl import hash_token, new_token
 from forebay.appliance.namespace.checkpoint import FILE_NAME
 from forebay.appliance.namespace.desired_state import Principal
@@ -50,6 +48,9 @@ from forebay.appliance.trace import Tracer
 from forebay.clock import SystemClock
 from forebay.errors import CapacityShort, DataDirInUse, ForebayError
 from forebay.ids import LBA_BYTES
+
+if TYPE_CHECKING:
+    from forebay.appliance.control.http_server import HttpServer
 
 __all__ = ["ADMIN_TOKEN_FILE", "DEFAULT_NAMESPACE", "NODE_FILE", "run"]
 
@@ -101,6 +102,11 @@ def _write_private(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(fresh, path)
+
+
+def _load_http() -> None:
+    for name in ("control.http", "control.http_server", "metrics"):
+        import_module(f"forebay.appliance.{name}")
 
 
 class _Daemon:
@@ -167,7 +173,11 @@ class _Daemon:
                 *("--log-level", config.log.level, "--log-format", config.log.format),
             ),
         )
+        # the HTTP side takes longer to import than all the rest: meanwhile the target starts
+        loading = asyncio.create_task(asyncio.to_thread(_load_http)) if config.http.enabled else None
         found = await supervisor.start()
+        if loading is not None:
+            await loading
         if found:
             _log.info("the target of an earlier start is still there, pid %s", supervisor.pid)
         rpc = JsonRpcClient(supervisor.socket, timeout_s=target_config.rpc_timeout_ms / 1000, tracer=self._tracer)
@@ -242,15 +252,12 @@ class _Daemon:
             AdminCalls(administration),
             config.grpc.max_message_bytes,
         )
-        metrics = NodeMetrics(node, config.name, store, calls.accounts, supervisor)
-        health = Health(node, lambda: supervisor.serving)
-        http = HttpServer(
-            make_app(calls, node.acl, administration, health, metrics.scrape, open_metrics=config.http.open_metrics)
-        )
         served = {"grpc": replace(config.grpc.listen, port=await server.start(config.grpc.listen))}
+        http: HttpServer | None = None
         tasks = [asyncio.create_task(self._sweep(node)), asyncio.create_task(self._save_checkpoints(node))]
         try:
             if config.http.enabled:
+                http = self._http(node, store, supervisor, calls, administration)
                 served["http"] = replace(config.http.listen, port=http.start(config.http.listen))
             await self._announce(node, supervisor, served)
             await self._stopping.wait()
@@ -261,8 +268,22 @@ class _Daemon:
                 with suppress(asyncio.CancelledError):
                     await task
             (config.data / NODE_FILE).unlink(missing_ok=True)
-            await http.stop()
+            if http is not None:
+                await http.stop()
             await server.stop()
+
+    def _http(
+        self, node: Node, store: RocksStore, supervisor: Supervisor, calls: Calls, administration: Administration
+    ) -> HttpServer:
+        from forebay.appliance.control.health import Health
+        from forebay.appliance.control.http import make_app
+        from forebay.appliance.control.http_server import HttpServer
+        from forebay.appliance.metrics import NodeMetrics
+
+        metrics = NodeMetrics(node, self._config.name, store, calls.accounts, supervisor)
+        health = Health(node, lambda: supervisor.serving)
+        open_metrics = self._config.http.open_metrics
+        return HttpServer(make_app(calls, node.acl, administration, health, metrics.scrape, open_metrics=open_metrics))
 
     async def _announce(self, node: Node, supervisor: Supervisor, served: dict[str, Endpoint]) -> None:
         config, found = self._config, node.recovered

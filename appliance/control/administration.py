@@ -23,6 +23,7 @@ from forebay.errors import InvalidArgument, NamespaceNotFound, NotFound
 from forebay.index import RowState
 
 __all__ = [
+    "DEFAULT_DEADLINE_MS",
     "POLICY_FIELDS",
     "Administration",
     "DriveView",
@@ -35,7 +36,8 @@ __all__ = [
 
 POLICY_FIELDS = ("quota_bytes", "durability", "eviction", "min_generation", "retention_ms", "ttl_ms")
 """What can be set of a namespace."""
-_DEFAULT_DEADLINE_MS = 60_000
+DEFAULT_DEADLINE_MS = 60_000
+"""Of a call that names none."""
 
 T = TypeVar("T")
 
@@ -91,12 +93,13 @@ class SessionView:
 
 @dataclass(frozen=True, slots=True)
 class DriveView:
-    """A drive; ``free_bytes`` are in free regions."""
+    """A drive; ``free_bytes`` are in free regions. ``io``: how the target moves its bytes, empty where unknown."""
 
     name: str
     path: str
     capacity_bytes: int
     free_bytes: int
+    io: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,8 @@ class NodeView:
     pending_writes: int
     drives: tuple[DriveView, ...]
     target: TargetView
+    read_bytes: int
+    written_bytes: int
     counters: dict[str, int]
 
 
@@ -148,7 +153,7 @@ class Administration:
         self._node.acl.need_admin(principal)
         if not 0 <= deadline_ms <= MAX_DEADLINE_MS:
             raise InvalidArgument(f"deadline_ms is {deadline_ms}", field="deadline_ms", limit=f"1 to {MAX_DEADLINE_MS}")
-        return await finish(work(), deadline_ms or _DEFAULT_DEADLINE_MS)
+        return await finish(work(), deadline_ms or DEFAULT_DEADLINE_MS)
 
     # ------------------------------------------------------------------------------------------------ namespaces
 
@@ -285,12 +290,20 @@ class Administration:
         return [_session_view(s, now_ms) for s in sorted(chosen, key=lambda s: s.opened_ms)]
 
     async def status(self) -> NodeView:
-        """How the node is. Raises `Unavailable` when its target does not answer."""
+        """How the node is. Raises `Unavailable` when its target does not answer.
+
+        Bytes read and written are those of hosts since the target started.
+        """
         node, engine, space = self._node, self._node.engine, self._node.engine.space
         info = await engine.target.info()
         flags = info.capabilities
         named = {"fencing": flags.fencing, "barrier": flags.barrier, "per_host_visibility": flags.per_host_visibility}
         restarts = self._target_restarts()
+        traffic, moves = await engine.target.io_stats(), await engine.target.volume_io()
+        io: dict[str, set[str]] = {}
+        for volume in space.volumes.values():
+            if volume.id in moves:
+                io.setdefault(volume.drive, set()).add(moves[volume.id])
         return NodeView(
             node=self._name,
             version=__version__,
@@ -304,12 +317,20 @@ class Administration:
             leases=sum(len(s.leases) for s in node.sessions),
             pending_writes=len(node.writes),
             drives=tuple(
-                DriveView(d.name, d.path, d.capacity_regions * space.region_bytes, d.free_regions * space.region_bytes)
+                DriveView(
+                    d.name,
+                    d.path,
+                    d.capacity_regions * space.region_bytes,
+                    d.free_regions * space.region_bytes,
+                    ", ".join(sorted(io.get(d.name, ()))),
+                )
                 for d in space.drives.values()
             ),
             target=TargetView(
                 info.kind, info.version, info.pid, restarts, tuple(name for name, there in named.items() if there)
             ),
+            read_bytes=traffic.read_bytes,
+            written_bytes=traffic.write_bytes,
             counters=dict(engine.counters) | {"target_restarts": restarts},
         )
 

@@ -17,7 +17,7 @@ from fastapi.security import HTTPBearer
 
 from forebay import __version__
 from forebay.appliance.control import models
-from forebay.appliance.control.administration import Administration
+from forebay.appliance.control.administration import DEFAULT_DEADLINE_MS, Administration
 from forebay.appliance.control.calls import MAX_DEADLINE_MS, Calls
 from forebay.appliance.control.health import Health
 from forebay.appliance.control.http_edge import HANDLERS, App, Edge, principal_of
@@ -58,12 +58,11 @@ class _Caller:
         self,
         request: Request,
         x_deadline_ms: Annotated[
-            int | None,
-            Header(ge=1, le=MAX_DEADLINE_MS, description="Milliseconds that the request may take; a minute if absent."),
-        ] = None,
+            int, Header(ge=1, le=MAX_DEADLINE_MS, description="Milliseconds that the request may take.")
+        ] = DEFAULT_DEADLINE_MS,
     ) -> None:
         self.principal = principal_of(request)
-        self.deadline_ms = x_deadline_ms or 0
+        self.deadline_ms = x_deadline_ms
 
 
 _bearer = HTTPBearer(auto_error=False, description="A token, as for gRPC. Administration needs an administrator's.")

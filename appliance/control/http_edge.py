@@ -40,9 +40,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 class _State:
     """What the edge and the handlers tell each other of one request."""
 
-    __slots__ = ("error", "principal")
+    __slots__ = ("allowed", "error", "principal")
 
-    def __init__(self) -> None:
+    def __init__(self, allowed: str) -> None:
+        self.allowed = allowed
         self.principal: Principal | None = None
         self.error: Exception | None = None
 
@@ -74,9 +75,9 @@ class Edge:
         if scope["type"] != "http":
             raise RuntimeError(f"a server that is set up for HTTP alone passed on {scope['type']}")
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        account = self._account(scope)
+        account, allowed = self._routed(scope)
         call, code = self._calls.begin(account, headers), CANCELLED
-        state = scope[_STATE] = _State()
+        state = scope[_STATE] = _State(allowed)
         begun = False
 
         async def sending(message: Message) -> None:
@@ -114,11 +115,16 @@ class Edge:
         finally:
             self._calls.end(call, code)
 
-    def _account(self, scope: Scope) -> Account:
-        for route, account in self._routes:
-            if route.matches(scope)[0] is Match.FULL:
-                return account
-        return self._other
+    def _routed(self, scope: Scope) -> tuple[Account, str]:
+        """Where a request is counted, and the methods that its path has."""
+        account, allowed = self._other, set[str]()
+        for route, own in self._routes:
+            match = route.matches(scope)[0]
+            if match is not Match.NONE:
+                allowed |= route.methods or set()
+            if match is Match.FULL:
+                account = own
+        return account, ", ".join(sorted(allowed))
 
 
 async def _body(headers: Mapping[str, str], receive: Receive) -> bytes:
@@ -153,19 +159,22 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     """Errors that a handler raised, and those of the framework, as ours."""
+    state: _State = request.scope[_STATE]
     status, headers = None, None
     if isinstance(error, RequestValidationError):
         ours: ForebayError = _invalid(error)
     elif isinstance(error, HTTPException):
-        status, headers = error.status_code, error.headers
+        status, headers = error.status_code, dict(error.headers or {})
+        if status == 405:
+            headers["Allow"] = state.allowed  # the framework names those of one route only
         kind = NotFound if status == 404 else InvalidArgument
         ours = kind(f"{request.method} {request.url.path[:200]}: {error.detail}", field="path")
     elif isinstance(error, ForebayError):
         ours = error
     else:
-        request.scope[_STATE].error = error
+        state.error = error
         return _answer(ForebayError("internal error: the node's log says more"))
-    request.scope[_STATE].error = ours
+    state.error = ours
     return _answer(ours, status, headers)
 
 

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}"
-_MOST = (1 << 62) - 1
+_MOST = (1 << 53) - 1  # what every JSON library keeps exactly
 
 Name = Annotated[str, Field(pattern=rf"^{_NAME}$", min_length=1, max_length=64)]
 NamespaceName = Annotated[
@@ -205,6 +205,7 @@ class Drive(_Out):
     path: str
     capacity_bytes: Count = Field(description="What it may hold, in whole regions.")
     free_bytes: Count = Field(description="Bytes of regions that nobody holds.")
+    io: str = Field(description="How the target moves its bytes: `direct`, `buffered` or `mmap`; empty: not told.")
 
 
 class Target(_Out):
@@ -233,6 +234,8 @@ class Node(_Out):
     pending_writes: Count
     drives: list[Drive]
     target: Target
+    read_bytes: Count = Field(description="What hosts read at the target since it started.")
+    written_bytes: Count = Field(description="What hosts wrote at the target since it started.")
     counters: dict[str, int] = Field(description="Raw counters since the daemon started; `/metrics` has them in order.")
 
 
