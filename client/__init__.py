@@ -12,6 +12,8 @@ from forebay.client.admin import (
     NamespaceInfo,
     NodeStatus,
     PrincipalInfo,
+    ScopeInfo,
+    SessionInfo,
 )
 from forebay.client.client import Client, Key, connect
 from forebay.client.options import ClientOptions
@@ -49,6 +51,8 @@ __all__ = [
     "NvmeTcpOptions",
     "PrincipalInfo",
     "PutResult",
+    "ScopeInfo",
+    "SessionInfo",
     "WatchEvent",
     "connect",
 ]

@@ -21,7 +21,18 @@ __all__ = [
     "NamespaceInfo",
     "NodeStatus",
     "PrincipalInfo",
+    "ScopeInfo",
+    "SessionInfo",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeInfo:
+    """A scope of a namespace that uses space or has a quota (0: none of its own)."""
+
+    scope: str
+    quota_bytes: int
+    used_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,8 @@ class NamespaceInfo:
     blocks: int
     sessions: int
     created_unix_ms: int
+    ttl_ms: int = 0
+    scopes: tuple[ScopeInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +93,26 @@ class CreatedPrincipal:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session at work; ``age_ms`` since it was opened, ``idle_ms`` since the node last heard of it."""
+
+    session: bytes
+    principal: str
+    namespace: str
+    client: str
+    generation: int
+    state: str
+    age_ms: int
+    idle_ms: int
+    hosts: int
+    leases: int
+    pending_writes: int
+    pins: int
+
+
+@dataclass(frozen=True, slots=True)
 class DriveStatus:
-    """A drive of the node; ``free_bytes`` are in free regions."""
+    """A drive of the node; ``free_bytes`` are in free regions. ``io``: direct, buffered or mmap, empty if untold."""
 
     name: str
     path: str
@@ -92,7 +123,7 @@ class DriveStatus:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """How a node is."""
+    """How a node is. ``read_bytes`` and ``written_bytes`` are those of hosts since the target started."""
 
     node: str
     version: str
@@ -110,6 +141,9 @@ class NodeStatus:
     target_capabilities: tuple[str, ...]
     index_bytes: int
     counters: dict[str, int]
+    read_bytes: int = 0
+    written_bytes: int = 0
+    target_restarts: int = 0
 
 
 class Admin:
@@ -144,8 +178,9 @@ class Admin:
         eviction: str = "lru",
         min_generation: int = 0,
         retention_ms: int = 0,
+        ttl_ms: int = 0,
     ) -> NamespaceInfo:
-        """Create ``tenant/name``. ``quota_bytes`` 0: no limit but the node's capacity."""
+        """Create ``tenant/name``. ``quota_bytes`` 0: no limit but the node's capacity; ``ttl_ms`` 0: for ever."""
         spec = _spec(
             name,
             quota_bytes=quota_bytes,
@@ -153,6 +188,7 @@ class Admin:
             eviction=eviction,
             min_generation=min_generation,
             retention_ms=retention_ms,
+            ttl_ms=ttl_ms,
         )
         return _namespace(self._call("CreateNamespace", pb.CreateNamespaceRequest(spec=spec)))
 
@@ -165,6 +201,7 @@ class Admin:
         eviction: str | None = None,
         min_generation: int | None = None,
         retention_ms: int | None = None,
+        ttl_ms: int | None = None,
     ) -> NamespaceInfo:
         """Change what is given; `min_generation` can only be raised."""
         given = {
@@ -173,6 +210,7 @@ class Admin:
             "eviction": eviction,
             "min_generation": min_generation,
             "retention_ms": retention_ms,
+            "ttl_ms": ttl_ms,
         }
         changes = {field: value for field, value in given.items() if value is not None}
         if not changes:
@@ -184,6 +222,14 @@ class Admin:
         """Delete a namespace; with blocks in it only by ``force``."""
         reply = self._call("DeleteNamespace", pb.DeleteNamespaceRequest(name=name, force=force))
         return DeletedNamespace(reply.blocks, reply.bytes)
+
+    def set_scope_quota(self, name: str, scope: str, quota_bytes: int) -> NamespaceInfo:
+        """Bound what blocks of one scope may take in a namespace; 0 lifts the bound."""
+        try:
+            request = pb.SetScopeQuotaRequest(name=name, scope=scope, quota_bytes=quota_bytes)
+        except (ValueError, TypeError) as e:
+            raise InvalidArgument(f"a quota of {quota_bytes}: {e}", field="quota_bytes") from e
+        return _namespace(self._call("SetScopeQuota", request))
 
     def list_namespaces(self) -> list[NamespaceInfo]:
         """Every namespace."""
@@ -239,7 +285,31 @@ class Admin:
             target_capabilities=tuple(reply.target_capabilities),
             index_bytes=reply.index_bytes,
             counters=dict(reply.counters),
+            read_bytes=reply.read_bytes,
+            written_bytes=reply.written_bytes,
+            target_restarts=reply.target_restarts,
         )
+
+    def list_sessions(self, *, namespace: str = "", principal: str = "") -> list[SessionInfo]:
+        """Sessions, oldest first; those of one namespace or one principal if it is named."""
+        reply = self._call("ListSessions", pb.ListSessionsRequest(namespace=namespace, principal=principal))
+        return [
+            SessionInfo(
+                session=s.session,
+                principal=s.principal,
+                namespace=s.namespace,
+                client=s.client,
+                generation=s.generation,
+                state=s.state,
+                age_ms=s.age_ms,
+                idle_ms=s.idle_ms,
+                hosts=s.hosts,
+                leases=s.leases,
+                pending_writes=s.pending_writes,
+                pins=s.pins,
+            )
+            for s in reply.sessions
+        ]
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
@@ -278,6 +348,8 @@ def _namespace(info: pb.NamespaceInfo) -> NamespaceInfo:
         blocks=info.blocks,
         sessions=info.sessions,
         created_unix_ms=info.created_unix_ms,
+        ttl_ms=spec.ttl_ms,
+        scopes=tuple(ScopeInfo(s.scope, s.quota_bytes, s.used_bytes) for s in info.scopes),
     )
 
 

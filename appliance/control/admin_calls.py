@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from forebay.appliance.control.administration import POLICY_FIELDS, Administration, NamespaceView
+from forebay.appliance.control.administration import POLICY_FIELDS, Administration, NamespaceView, SessionView
 from forebay.appliance.control.calls import Method
 from forebay.appliance.namespace.desired_state import Grant, Principal
 from forebay.proto import forebay_pb2 as pb
@@ -38,6 +38,7 @@ class AdminCalls:
             self._method("ListPrincipals", pb.ListPrincipalsRequest, self.list_principals),
             self._method("SetGrant", pb.SetGrantRequest, self.set_grant),
             self._method("NodeStatus", pb.NodeStatusRequest, self.node_status),
+            self._method("ListSessions", pb.ListSessionsRequest, self.list_sessions),
         ]
 
     def _method(
@@ -107,7 +108,9 @@ class AdminCalls:
             leases=found.leases,
             pending_writes=found.pending_writes,
             drives=[
-                pb.DriveStatus(name=d.name, path=d.path, capacity_bytes=d.capacity_bytes, free_bytes=d.free_bytes)
+                pb.DriveStatus(
+                    name=d.name, path=d.path, capacity_bytes=d.capacity_bytes, free_bytes=d.free_bytes, io=d.io
+                )
                 for d in found.drives
             ],
             target_kind=found.target.kind,
@@ -115,7 +118,14 @@ class AdminCalls:
             target_capabilities=found.target.capabilities,
             index_bytes=found.index_bytes,
             counters=found.counters,
+            read_bytes=found.read_bytes,
+            written_bytes=found.written_bytes,
+            target_restarts=found.target.restarts,
         )
+
+    async def list_sessions(self, request: pb.ListSessionsRequest) -> pb.ListSessionsReply:
+        found = await self._admin.sessions(namespace=request.namespace, principal=request.principal)
+        return pb.ListSessionsReply(sessions=[_session(view) for view in found])
 
 
 def _namespace(view: NamespaceView) -> pb.NamespaceInfo:
@@ -139,4 +149,21 @@ def _principal(principal: Principal) -> pb.PrincipalInfo:
         admin=principal.admin,
         grants=[pb.Grant(namespace=g.namespace, rights=g.rights, scopes=g.scopes) for g in principal.grants],
         created_unix_ms=principal.created_ms,
+    )
+
+
+def _session(view: SessionView) -> pb.SessionInfo:
+    return pb.SessionInfo(
+        session=bytes.fromhex(view.session),
+        principal=view.principal,
+        namespace=view.namespace,
+        client=view.client,
+        generation=view.generation,
+        state=view.state,
+        age_ms=view.age_ms,
+        idle_ms=view.idle_ms,
+        hosts=view.hosts,
+        leases=view.leases,
+        pending_writes=view.pending_writes,
+        pins=view.pins,
     )

@@ -309,6 +309,14 @@ class EmbeddedTarget(Target):
         except (KeyError, TypeError, ZeroDivisionError) as error:
             raise ProtocolError(f"bdev_get_iostat: {error!r} in the answer") from error
 
+    async def volume_io(self) -> dict[VolumeId, str]:
+        found = await self._rpc.call("bdev_get_bdevs")
+        try:
+            io = {one["name"]: str(one["driver_specific"]["aio"]["io"]) for one in found}
+            return {volume: io[spec.bdev] for volume, spec in self._volumes.items() if spec.bdev in io}
+        except (KeyError, TypeError) as error:
+            raise ProtocolError(f"bdev_get_bdevs: {error!r} in the answer") from error
+
     async def close(self) -> None:
         await self._rpc.close()
 

@@ -185,6 +185,10 @@ class Target(ABC):
     async def io_stats(self) -> IoStats:
         """What the target has read and written so far."""
 
+    async def volume_io(self) -> dict[VolumeId, str]:
+        """How each volume's bytes are moved: ``direct``, ``buffered`` or ``mmap``. Empty if a target does not tell."""
+        return {}
+
     @abstractmethod
     async def close(self) -> None:
         """Let go of the target, which goes on running."""

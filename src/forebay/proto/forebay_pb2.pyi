@@ -1961,6 +1961,7 @@ class DriveStatus(_message.Message):
     free_bytes: _builtins.int
     """in free regions"""
     io: _builtins.str
+    """how the target moves its bytes: direct | buffered | mmap; empty: not told"""
     def __init__(
         self,
         *,
@@ -1977,6 +1978,111 @@ class DriveStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DriveStatus: _TypeAlias = DriveStatus  # noqa: Y015
+
+@_typing.final
+class ListSessionsRequest(_message.Message):
+    """Sessions, oldest first; empty fields select all."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    principal: _builtins.str
+    @_builtins.property
+    def context(self) -> Global___AdminContext: ...
+    def __init__(
+        self,
+        *,
+        context: Global___AdminContext | None = ...,
+        namespace: _builtins.str = ...,
+        principal: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "namespace", b"namespace", "principal", b"principal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSessionsRequest: _TypeAlias = ListSessionsRequest  # noqa: Y015
+
+@_typing.final
+class SessionInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    IDLE_MS_FIELD_NUMBER: _builtins.int
+    HOSTS_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
+    PENDING_WRITES_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
+    session: _builtins.bytes
+    principal: _builtins.str
+    namespace: _builtins.str
+    client: _builtins.str
+    """what the client says of itself"""
+    generation: _builtins.int
+    state: _builtins.str
+    """open | ending | ended"""
+    age_ms: _builtins.int
+    """since it was opened"""
+    idle_ms: _builtins.int
+    """since it was last heard of"""
+    hosts: _builtins.int
+    """processes that joined it"""
+    leases: _builtins.int
+    pending_writes: _builtins.int
+    pins: _builtins.int
+    def __init__(
+        self,
+        *,
+        session: _builtins.bytes = ...,
+        principal: _builtins.str = ...,
+        namespace: _builtins.str = ...,
+        client: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        state: _builtins.str = ...,
+        age_ms: _builtins.int = ...,
+        idle_ms: _builtins.int = ...,
+        hosts: _builtins.int = ...,
+        leases: _builtins.int = ...,
+        pending_writes: _builtins.int = ...,
+        pins: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "client", b"client", "generation", b"generation", "hosts", b"hosts", "idle_ms", b"idle_ms", "leases", b"leases", "namespace", b"namespace", "pending_writes", b"pending_writes", "pins", b"pins", "principal", b"principal", "session", b"session", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionInfo: _TypeAlias = SessionInfo  # noqa: Y015
+
+@_typing.final
+class ListSessionsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionInfo]: ...
+    def __init__(
+        self,
+        *,
+        sessions: _abc.Iterable[Global___SessionInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sessions", b"sessions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSessionsReply: _TypeAlias = ListSessionsReply  # noqa: Y015
 
 @_typing.final
 class NodeStatusReply(_message.Message):
@@ -2018,6 +2124,9 @@ class NodeStatusReply(_message.Message):
     TARGET_CAPABILITIES_FIELD_NUMBER: _builtins.int
     INDEX_BYTES_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
+    TARGET_RESTARTS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     version: _builtins.str
     incarnation: _builtins.int
@@ -2031,6 +2140,11 @@ class NodeStatusReply(_message.Message):
     target_kind: _builtins.str
     target_pid: _builtins.int
     index_bytes: _builtins.int
+    read_bytes: _builtins.int
+    """what hosts read and wrote at the target since it started"""
+    written_bytes: _builtins.int
+    target_restarts: _builtins.int
+    """how often the target was replaced since the daemon started"""
     @_builtins.property
     def drives(self) -> _containers.RepeatedCompositeFieldContainer[Global___DriveStatus]: ...
     @_builtins.property
@@ -2056,10 +2170,13 @@ class NodeStatusReply(_message.Message):
         target_capabilities: _abc.Iterable[_builtins.str] | None = ...,
         index_bytes: _builtins.int = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        read_bytes: _builtins.int = ...,
+        written_bytes: _builtins.int = ...,
+        target_restarts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "counters", b"counters", "drives", b"drives", "incarnation", b"incarnation", "index_bytes", b"index_bytes", "leases", b"leases", "node", b"node", "pending_writes", b"pending_writes", "sessions", b"sessions", "target_capabilities", b"target_capabilities", "target_kind", b"target_kind", "target_pid", b"target_pid", "uptime_ms", b"uptime_ms", "used_bytes", b"used_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "counters", b"counters", "drives", b"drives", "incarnation", b"incarnation", "index_bytes", b"index_bytes", "leases", b"leases", "node", b"node", "pending_writes", b"pending_writes", "read_bytes", b"read_bytes", "sessions", b"sessions", "target_capabilities", b"target_capabilities", "target_kind", b"target_kind", "target_pid", b"target_pid", "target_restarts", b"target_restarts", "uptime_ms", b"uptime_ms", "used_bytes", b"used_bytes", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -849,6 +849,11 @@ class AdminStub:
                 request_serializer=forebay_dot_proto_dot_forebay__pb2.NodeStatusRequest.SerializeToString,
                 response_deserializer=forebay_dot_proto_dot_forebay__pb2.NodeStatusReply.FromString,
                 _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/forebay.v1.Admin/ListSessions',
+                request_serializer=forebay_dot_proto_dot_forebay__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=forebay_dot_proto_dot_forebay__pb2.ListSessionsReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -920,6 +925,12 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSessions(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -977,6 +988,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.NodeStatus,
                     request_deserializer=forebay_dot_proto_dot_forebay__pb2.NodeStatusRequest.FromString,
                     response_serializer=forebay_dot_proto_dot_forebay__pb2.NodeStatusReply.SerializeToString,
+            ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=forebay_dot_proto_dot_forebay__pb2.ListSessionsRequest.FromString,
+                    response_serializer=forebay_dot_proto_dot_forebay__pb2.ListSessionsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1276,6 +1292,33 @@ class Admin:
             '/forebay.v1.Admin/NodeStatus',
             forebay_dot_proto_dot_forebay__pb2.NodeStatusRequest.SerializeToString,
             forebay_dot_proto_dot_forebay__pb2.NodeStatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Admin/ListSessions',
+            forebay_dot_proto_dot_forebay__pb2.ListSessionsRequest.SerializeToString,
+            forebay_dot_proto_dot_forebay__pb2.ListSessionsReply.FromString,
             options,
             channel_credentials,
             insecure,

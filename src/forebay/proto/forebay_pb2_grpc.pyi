@@ -213,6 +213,7 @@ class AdminStub:
     ListPrincipals: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.ListPrincipalsRequest, _forebay_pb2.ListPrincipalsReply]
     SetGrant: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.SetGrantRequest, _forebay_pb2.PrincipalInfo]
     NodeStatus: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.NodeStatusRequest, _forebay_pb2.NodeStatusReply]
+    ListSessions: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.ListSessionsRequest, _forebay_pb2.ListSessionsReply]
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -228,6 +229,7 @@ class AdminAsyncStub(AdminStub):
     ListPrincipals: _aio.UnaryUnaryMultiCallable[_forebay_pb2.ListPrincipalsRequest, _forebay_pb2.ListPrincipalsReply]  # type: ignore[assignment]
     SetGrant: _aio.UnaryUnaryMultiCallable[_forebay_pb2.SetGrantRequest, _forebay_pb2.PrincipalInfo]  # type: ignore[assignment]
     NodeStatus: _aio.UnaryUnaryMultiCallable[_forebay_pb2.NodeStatusRequest, _forebay_pb2.NodeStatusReply]  # type: ignore[assignment]
+    ListSessions: _aio.UnaryUnaryMultiCallable[_forebay_pb2.ListSessionsRequest, _forebay_pb2.ListSessionsReply]  # type: ignore[assignment]
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -306,5 +308,12 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _forebay_pb2.NodeStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_forebay_pb2.NodeStatusReply, _abc.Awaitable[_forebay_pb2.NodeStatusReply]]: ...
+
+    @_abc_1.abstractmethod
+    def ListSessions(
+        self,
+        request: _forebay_pb2.ListSessionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_forebay_pb2.ListSessionsReply, _abc.Awaitable[_forebay_pb2.ListSessionsReply]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
