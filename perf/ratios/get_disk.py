@@ -10,9 +10,9 @@ from pathlib import Path
 
 import forebay
 from forebay.client import Client
+from forebay.measure.tcp_peer import TcpPeer
 from perf.harness import Row, file_system, gb_per_s_row, interleave
 from perf.node import BenchNode, scratch, start_node
-from perf.tcp_peer import TcpPeer
 from perf.workload import Bench, Workload, client_get, workloads
 
 __all__ = ["run"]
