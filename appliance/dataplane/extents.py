@@ -109,6 +109,10 @@ class ExtentMap:
         """Free slots of that size."""
         return sum(region.free_slots for region in self._open.get(slot_bytes, {}).values())
 
+    def slot_sizes(self) -> list[int]:
+        """Slot sizes that have free slots."""
+        return [slot_bytes for slot_bytes, regions in self._open.items() if regions]
+
     def take(self, slot_bytes: int, want: int) -> list[Extent]:
         """Up to ``want`` extents, consecutive where possible."""
         taken: list[Extent] = []

@@ -133,8 +133,9 @@ class Blocks:
     def __init__(self, engine: Engine) -> None:
         self._e = engine
         self._next_lease = int.from_bytes(engine.random(4), "little") << 16
-        self.undurable: set[int] = set()
-        """Retired rows whose delete is not known to be in the store's log."""
+        self._undurable: set[int] = set()  # retired rows whose delete is not in the log yet
+        self.delete_failed = False
+        """Whether a delete could not be written: a row is retired whose record is still there."""
         self._schemas: dict[bytes, Schema] = {}
         self.suspects_left = True
         """Whether there may be blocks to verify."""
@@ -388,18 +389,22 @@ class Blocks:
             ops.append(Op("blocks", key, None))
             ops.append(Op("owners", owner_key(int(index.volume[row]), int(index.offset[row])), None))
         index.unlink(rows)
-        self.undurable.update(rows.tolist())
+        self._undurable.update(rows.tolist())
         numbers, logged = e.changes.enter(stored_keys)
         step = "evict" if why == "evicted" else "delete"
         crash_point(f"{step}.before_metadata")
-        await e.store.write(ops + logged)
+        try:
+            await e.store.write(ops + logged)
+        except BaseException:
+            self.delete_failed = True
+            raise
         e.changes.settle(numbers)
         crash_point(f"{step}.after_metadata_before_free")
         for row, key in zip(rows.tolist(), stored_keys, strict=True):
             namespace = int(index.namespace[row])
             e.events.add("removed", namespace, key, reason=why)
         e.counters[f"blocks_{why}"] += len(rows)
-        self.undurable.difference_update(rows.tolist())
+        self._undurable.difference_update(rows.tolist())
         self._free_retired(rows)
 
     def _free_retired(self, rows: Rows) -> None:
@@ -407,7 +412,7 @@ class Blocks:
         index = self._e.index
         rows = np.unique(rows)
         over = rows[(index.state[rows] == RowState.RETIRED) & (index.leases[rows] == 0)]
-        over = np.array([r for r in over.tolist() if r not in self.undurable], dtype=np.int64)
+        over = np.array([r for r in over.tolist() if r not in self._undurable], dtype=np.int64)
         if not over.size:
             return
         columns = (index.volume[over], index.offset[over], index.length[over], index.scope[over])

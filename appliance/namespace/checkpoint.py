@@ -15,7 +15,7 @@ import asyncio
 import logging
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,10 +54,10 @@ def _sync(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
-async def save_checkpoint(engine: Engine, path: Path, node_id: bytes, undurable: set[int]) -> bool:
+async def save_checkpoint(engine: Engine, path: Path, node_id: bytes, delete_failed: Callable[[], bool]) -> bool:
     """Write the index to ``path`` while the node serves, and shorten the change log; False if it was given up.
 
-    ``undurable`` are retired rows whose delete may not be in the log: with one left, the file would forget a record.
+    After ``delete_failed`` a row is retired whose record is still there: the file would forget it.
     """
     index, run = engine.index, asyncio.get_running_loop().run_in_executor
     change, high = engine.changes.settled, index.high
@@ -75,7 +75,7 @@ async def save_checkpoint(engine: Engine, path: Path, node_id: bytes, undurable:
             for rows in _ranges(count):
                 await run(None, _write_part, file, index.pools[tiles].data[rows].tobytes())
         await engine.store.write([])  # behind everything that the copy may show
-        if undurable:
+        if delete_failed():
             _log.warning("no checkpoint: a delete could not be written")
             return False
         await run(None, _sync, file)

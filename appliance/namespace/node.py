@@ -521,7 +521,9 @@ class Node:
         if self._checkpoint is None or changes.settled - self._checkpointed < least_changes:
             return False
         at = changes.settled
-        saved = await save_checkpoint(self.engine, self._checkpoint, self.meta.node_id, self.blocks.undurable)
+        saved = await save_checkpoint(
+            self.engine, self._checkpoint, self.meta.node_id, lambda: self.blocks.delete_failed
+        )
         if saved:
             self._checkpointed = at
         return saved

@@ -1,8 +1,9 @@
 """Making room: where the extents of an Allocate come from.
 
-In order: free slots the namespace holds; a free region of the node; an empty region that somebody holds; then, within
-the namespace alone, eviction of blocks of the same slot size, and last of a whole region of another slot size. Pinned,
-leased and pending blocks are never evicted, and one namespace never evicts another's blocks.
+In order: free slots the namespace holds; a free region of the node; an empty region that somebody holds; free slots of
+a size up to twice as large; then, within the namespace alone, eviction of blocks of the same slot size, and last of a
+whole region of another slot size. Pinned, leased and pending blocks are never evicted, and one namespace never evicts
+another's blocks.
 
 Above its high watermark a namespace is evicted ahead of its writers, down to the low one, so that at a steady 95 % full
 an Allocate finds free slots and need not wait for a delete to become durable.
@@ -30,6 +31,7 @@ _log = logging.getLogger(__name__)
 _MIN_VICTIMS = 64
 _EVICT_AHEAD = 16
 _AHEAD_BATCH = 256
+_NO_QUOTA_BYTES = 1 << 62
 _ANY = -1  # victims of every slot size (a quota is in bytes), or of every scope
 
 
@@ -81,16 +83,12 @@ class Room:
 
     async def _take(self, namespace: Namespace, scope: int, slot_bytes: int, want: int, taken: list[Extent]) -> int:
         space = self._e.space
-        quota = self._state.scope_quotas.get(f"{namespace.id}/{scope}")
         while len(taken) < want:
             rest = want - len(taken)
-            mine = _slots(quota.quota_bytes - space.scope_bytes(namespace.id, scope), slot_bytes) if quota else rest
+            mine, all_ = self._allowed(namespace, scope, slot_bytes)
             if mine < rest and await self._evict(_Need(namespace, _ANY, scope), rest - mine):
                 continue
-            all_ = _slots(namespace.quota_bytes - space.used_bytes(namespace.id), slot_bytes)
-            if not namespace.quota_bytes:
-                all_ = rest
-            elif all_ < rest and await self._evict(_Need(namespace, _ANY), rest - all_):
+            if all_ < rest and await self._evict(_Need(namespace, _ANY), rest - all_):
                 continue
             allowed = min(mine, all_, rest)
             if allowed <= 0:
@@ -98,14 +96,30 @@ class Room:
             got = space.take(namespace.id, scope, slot_bytes, allowed)
             if got:
                 taken += got
+            elif await space.claim(namespace.id, slot_bytes) or await self._reclaim_and_claim(namespace.id, slot_bytes):
+                continue
+            elif got := self._take_roomier(namespace, scope, slot_bytes, rest):
+                taken += got
             elif not (
-                await space.claim(namespace.id, slot_bytes)
-                or await self._reclaim_and_claim(namespace.id, slot_bytes)
-                or await self._evict(_Need(namespace, slot_bytes), rest)
-                or await self._clear_region(namespace, slot_bytes)
+                await self._evict(_Need(namespace, slot_bytes), rest) or await self._clear_region(namespace, slot_bytes)
             ):
                 return NoSpace.code
         return OK
+
+    def _allowed(self, namespace: Namespace, scope: int, slot_bytes: int) -> tuple[int, int]:
+        """Slots of a size that the scope's quota and the namespace's still admit."""
+        space = self._e.space
+        quota = self._state.scope_quotas.get(f"{namespace.id}/{scope}")
+        mine = quota.quota_bytes - space.scope_bytes(namespace.id, scope) if quota else _NO_QUOTA_BYTES
+        all_ = namespace.quota_bytes - space.used_bytes(namespace.id) if namespace.quota_bytes else _NO_QUOTA_BYTES
+        return max(0, mine) // slot_bytes, max(0, all_) // slot_bytes
+
+    def _take_roomier(self, namespace: Namespace, scope: int, slot_bytes: int, want: int) -> list[Extent]:
+        """Free slots of the next larger size, up to twice as large: a node with few regions has few sizes at once."""
+        larger = self._e.space.roomier_slot(namespace.id, slot_bytes, 2 * slot_bytes)
+        if larger is None:
+            return []
+        return self._e.space.take(namespace.id, scope, larger, min(want, *self._allowed(namespace, scope, larger)))
 
     async def _reclaim_and_claim(self, namespace: int, slot_bytes: int) -> bool:
         return await self._e.space.reclaim(namespace) and await self._e.space.claim(namespace, slot_bytes)
@@ -214,7 +228,3 @@ class Room:
         if best[1].size:
             await self._blocks.retire(best[1], self._blocks.keys_of(best[1]), "evicted")
         return await self._reclaim_and_claim(namespace.id, slot_bytes)
-
-
-def _slots(size_bytes: int, slot_bytes: int) -> int:
-    return max(0, size_bytes) // slot_bytes

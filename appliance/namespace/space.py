@@ -122,6 +122,11 @@ class Space:
         """Bytes of extents that blocks of one scope own, counted as in `used_bytes`."""
         return self._scoped[namespace, scope]
 
+    def roomier_slot(self, namespace: int, slot_bytes: int, most_bytes: int) -> int | None:
+        """The smallest slot size above ``slot_bytes``, up to ``most_bytes``, that has free slots."""
+        sizes = (s for v in self.volumes_of(namespace) for s in self.maps[v.id].slot_sizes())
+        return min((s for s in sizes if slot_bytes < s <= most_bytes), default=None)
+
     def scopes_of(self, namespace: int) -> dict[int, int]:
         """Bytes in use by each scope of a namespace that uses any."""
         return {scope: used for (owner, scope), used in self._scoped.items() if owner == namespace and used}

@@ -74,6 +74,7 @@ class Rig:
     store: Store = field(default_factory=MemoryStore)
     target: SimTarget = field(default_factory=SimTarget)
     seed: int = 7
+    checkpoint: Path | None = None
     limits: NodeLimits = field(
         default_factory=lambda: NodeLimits(REGION, max_blocks=1 << 16, watermarks=Watermarks(1.0, 1.0))
     )
@@ -97,6 +98,7 @@ class Rig:
             limits=self.limits,
             clock=self.clock,
             random=self._random.randbytes,
+            checkpoint=self.checkpoint,
         )
         await self.node.release_empty_regions()
         return self.node
