@@ -1,0 +1,86 @@
+"""Log lines of the daemon and of the target, and the request id that joins them."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forebay.appliance import log, request_id
+from tests.appliance.http.conftest import NodeMaker, eventually
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[Path]:
+    """Where the log goes; the root logger is put back."""
+    root = logging.getLogger()
+    kept, level = root.handlers[:], root.level
+    root.handlers.clear()
+    yield tmp_path / "log"
+    for handler in root.handlers:
+        handler.close()
+    root.handlers[:] = kept
+    root.setLevel(level)
+    request_id.follow("")
+
+
+def test_text_lines_name_the_request_and_the_fields(file: Path) -> None:
+    log.set_up("info", "text", file)
+    logging.getLogger("a").info("before")
+    request_id.bind("req-1")
+    logging.getLogger("a").info("said %s", "this", extra=log.fields(code=4, ms=1.5))
+    logging.getLogger("a").debug("not heard")
+    before, during = file.read_text().splitlines()
+    assert before.endswith(" INFO    a: before")
+    assert during.endswith(" INFO    a: said this request_id=req-1 code=4 ms=1.5")
+
+
+def test_a_peer_cannot_write_lines_of_its_own(file: Path) -> None:
+    log.set_up("info", "text", file)
+    logging.getLogger("a").warning("client %s", "x\n2026-01-01 ERROR forged\x1b[2J")
+    assert file.read_text().count("\n") == 1
+    assert "x\\n2026-01-01 ERROR forged\\x1b[2J" in file.read_text()
+
+
+def test_json_lines_are_objects(file: Path) -> None:
+    log.set_up("debug", "json", file)
+    request_id.bind("req-2")
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        logging.getLogger("b").exception("it failed", extra=log.fields(method="Put"))
+    line = json.loads(file.read_text())
+    assert line.pop("time") > 0 and "ValueError: boom" in line.pop("exception")
+    assert line == {
+        "level": "error",
+        "logger": "b",
+        "message": "it failed",
+        "request_id": "req-2",
+        "method": "Put",
+    }
+
+
+@pytest.mark.parametrize("given", ["", "two words", "x" * 65, "new\nline", "ümlaut"])
+def test_an_id_that_does_not_fit_into_a_log_is_replaced(given: str) -> None:
+    request_id.bind(given)
+    made = request_id.current()
+    assert made != given and len(made) == 16
+    request_id.follow(given)
+    assert request_id.current() == ""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_request_is_found_in_the_log_of_the_daemon_and_of_the_target(start: NodeMaker, form: str) -> None:
+    node = start(f'[log]\nlevel = "debug"\nformat = "{form}"\n')
+    with node.http() as client:
+        client.post(
+            "/v1/namespaces", json={"name": "acme/traced"}, headers={"x-request-id": "made-by-hand"}
+        ).raise_for_status()
+    target_log = node.data / "run" / "target.log"
+    eventually(lambda: "made-by-hand" in node.log.read_text(), "the daemon's log")
+    eventually(lambda: "made-by-hand" in target_log.read_text(), "the target's log")
+    if form == "json":
+        lines = [json.loads(line) for line in target_log.read_text().splitlines()]
+        mine = [line["message"] for line in lines if line.get("request_id") == "made-by-hand"]
+        assert "bdev_aio_create: done" in mine
