@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Span", "Tracer"]
 
+_EXPORT_S = 2
+
 
 class Span:
     """The span of a call."""
@@ -64,7 +66,7 @@ class Tracer:
             ) from e
         about = {"service.name": "forebay", "service.instance.id": node, "service.version": __version__}
         provider = TracerProvider(resource=Resource.create(about))
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_S)))
         return cls(provider)
 
     def call(self, name: str, headers: Mapping[str, Any]) -> Span:
@@ -99,6 +101,5 @@ class Tracer:
                 raise
 
     def close(self) -> None:
-        """Send what waits, for a few seconds at most."""
-        self._provider.force_flush(5_000)
+        """Send what waits; a collector that is not there is given up after a few seconds."""
         self._provider.shutdown()
