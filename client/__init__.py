@@ -17,6 +17,7 @@ from forebay.client.admin import (
 )
 from forebay.client.client import Client, Key, connect
 from forebay.client.options import ClientOptions
+from forebay.client.plans import PlannedWrite, WritePlan
 from forebay.client.results import (
     BlockStat,
     ClientStats,
@@ -26,6 +27,7 @@ from forebay.client.results import (
     ListedBlock,
     MatchResult,
     PutResult,
+    TilesResult,
     WatchEvent,
 )
 from forebay.client.transports.options import NvmeTcpOptions
@@ -49,10 +51,13 @@ __all__ = [
     "NamespaceInfo",
     "NodeStatus",
     "NvmeTcpOptions",
+    "PlannedWrite",
     "PrincipalInfo",
     "PutResult",
     "ScopeInfo",
     "SessionInfo",
+    "TilesResult",
     "WatchEvent",
+    "WritePlan",
     "connect",
 ]

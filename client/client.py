@@ -13,6 +13,7 @@ from forebay.client.answers import column, event, stats
 from forebay.client.buffers import readable, writable
 from forebay.client.layouts import check_tiles, group_of, selected_bytes
 from forebay.client.options import ClientOptions
+from forebay.client.plans import WritePlan, plan_values, value_lengths
 from forebay.client.reader import Reader
 from forebay.client.results import (
     BlockStat,
@@ -23,14 +24,25 @@ from forebay.client.results import (
     ListedBlock,
     MatchResult,
     PutResult,
+    TilesResult,
     WatchEvent,
 )
 from forebay.client.rpc import NodeAddress, Rpc, find_token
 from forebay.client.session import Opening, Session, SessionView, TransportFactory, nvme_tcp
 from forebay.client.waiter import wait_visible
-from forebay.client.writer import Writer
+from forebay.client.writer import Wanted, Writer
 from forebay.clock import Clock, SystemClock
-from forebay.errors import OK, ForebayError, InvalidArgument, ProtocolError, Unavailable, ValueSize, reason
+from forebay.errors import (
+    OK,
+    AlreadyExists,
+    ForebayError,
+    InvalidArgument,
+    Pending,
+    ProtocolError,
+    Unavailable,
+    ValueSize,
+    reason,
+)
 from forebay.ids import MAX_KEY_BYTES, BlockKey, check_keys
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import keys_from_proto, keys_to_proto
@@ -47,6 +59,7 @@ _Reads = list[GetResult]
 _Writes = list[PutResult]
 _Words = list[str]
 _Stats = list[BlockStat | None]
+_Tiles = list[TilesResult]
 _PAGE = 1_000
 _WATCH_RETRY_MS = 200
 
@@ -221,17 +234,75 @@ class Client:
         if len(values) != len(blocks):
             raise InvalidArgument(f"{len(values)} values for {len(blocks)} keys", field="values", limit=len(blocks))
         views = [readable(value, f"values[{i}]") for i, value in enumerate(values)]
+        sizes = [len(view) for view in views]
         for i, block in enumerate(blocks):
             try:
-                group_of(self._schema, block).layout(len(views[i]))
+                group_of(self._schema, block).layout(sizes[i])
             except ValueSize as e:
                 raise ValueSize(f"values[{i}]: {e.message}", field=f"values[{i}]", limit=e.limit) from None
         check_describe(describe, len(blocks))
-        results = self._writer.write(blocks, views, hints_to_proto(hints), describe, until_ms)
+        codes = self._writer.put(Wanted(blocks, sizes, hints_to_proto(hints), describe), views, until_ms)
         with self._counting:
-            self._stored += sum(result.stored for result in results)
-            self._bytes_written += sum(len(v) for v, result in zip(views, results, strict=True) if result.stored)
+            self._stored += codes.count(OK)
+            self._bytes_written += sum(size for size, code in zip(sizes, codes, strict=True) if code == OK)
+        return [PutResult(code == OK, code in (OK, AlreadyExists.code), reason(code)) for code in codes]
+
+    # --- writing in a group of ranks (docs/ranks.md) ----------------------------------------------------------------
+
+    def allocate(
+        self,
+        keys: Sequence[Key],
+        *,
+        lengths: Sequence[int] | None = None,
+        hosts: Sequence[str] | None = None,
+        hints: Hints | None = None,
+        describe: Describe | None = None,
+        deadline_ms: int | None = None,
+    ) -> WritePlan:
+        """Plan blocks for the ranks of this session: the leader's call, whose plan all ranks `put_tiles` by.
+
+        ``lengths``, each value's bytes, are needed for opaque blocks only. ``hosts`` are the `host_nqn` of the
+        processes that will write; without, all that have joined the session so far. Who joins later may not write.
+        """
+        blocks, until_ms = self._keys(keys, unique=True), self._until(deadline_ms)
+        check_describe(describe, len(blocks))
+        if hosts is not None and (isinstance(hosts, str) or not hosts):
+            raise InvalidArgument("hosts is a sequence of at least one host NQN", field="hosts")
+        sizes = value_lengths(self._schema, blocks, lengths)
+        return self._writer.allocate(Wanted(blocks, sizes, hints_to_proto(hints), describe), hosts, until_ms)
+
+    def put_tiles(
+        self,
+        plan: WritePlan,
+        tiles: Sequence[int] | None,
+        values: Sequence[Any],
+        *,
+        deadline_ms: int | None = None,
+    ) -> _Tiles:
+        """Write and commit this rank's tiles (None: all) of a plan's blocks; the last rank makes them visible.
+
+        ``values`` are, for each block of the plan, a buffer of these tiles back to back in the order given; for blocks
+        that are not to be written it is not looked at. Call it again for other tiles, or for blocks that `take` picks.
+        A block whose tiles could not be written is given up for all ranks, unless this process may not write at all.
+        """
+        until_ms = self._until(deadline_ms)
+        views = plan_values(self._schema, plan, tiles, values)
+        codes = self._writer.put_tiles(plan, tiles, views, until_ms)
+        results = []
+        for write, code in zip(plan.writes, codes, strict=True):
+            done = write.code == OK and code in (OK, Pending.code)
+            results.append(TilesResult(done, code in (OK, AlreadyExists.code), reason(code)))
+        with self._counting:
+            self._stored += codes.count(OK)
+            self._bytes_written += sum(len(v) for v, result in zip(views, results, strict=True) if result.committed)
         return results
+
+    def abort(self, plan: WritePlan, *, deadline_ms: int | None = None) -> int:
+        """Give up a plan's blocks that are not visible yet, for all ranks; how many there were.
+
+        Their other ranks are cut off, and connect again: nothing of theirs can reach the extents any more.
+        """
+        return self._writer.abort(plan, self._until(deadline_ms))
 
     # --- the life of blocks -----------------------------------------------------------------------------------------
 
@@ -360,6 +431,11 @@ class Client:
                 return
 
     # --- the session ------------------------------------------------------------------------------------------------
+
+    @property
+    def host_nqn(self) -> str:
+        """The NVMe host identity of this process in its session, for `allocate`. Another one in another session."""
+        return self._session.view.host.nqn
 
     @property
     def join_token(self) -> bytes:

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from forebay.errors import GridInvalid, InvalidArgument
 from forebay.ids import BlockKey, align_up
 from forebay.schema import Group, Schema, TileLayout
 
-__all__ = ["check_tiles", "group_of", "runs", "selected_bytes"]
+__all__ = ["Piece", "Run", "check_tiles", "group_of", "runs", "selected_bytes"]
+
+
+class Piece(NamedTuple):
+    """A part of a run: a tile and where it begins in the caller's buffer, or bytes of no tile."""
+
+    tile: int | None
+    start: int
+    length_bytes: int
+
+
+class Run(NamedTuple):
+    """One range of an extent, from ``offset_bytes`` on."""
+
+    offset_bytes: int
+    pieces: list[Piece]
 
 
 def group_of(schema: Schema, block: BlockKey) -> Group:
@@ -40,16 +56,32 @@ def selected_bytes(layout: TileLayout, tiles: Sequence[int] | None) -> int:
     return layout.value_bytes if tiles is None else sum(layout.lengths[tile] for tile in tiles)
 
 
-def runs(layout: TileLayout, tiles: Sequence[int]) -> list[list[int]]:
-    """``tiles`` cut where they stop following one another on media: each run is one range of the extent."""
-    out: list[list[int]] = []
-    for tile in tiles:
-        if out and out[-1][-1] + 1 == tile and layout.offsets[tile] == _end(layout, out[-1][-1]):
-            out[-1].append(tile)
+def runs(layout: TileLayout, tiles: Sequence[int] | None, *, bridge_bytes: int = 0) -> list[Run]:
+    """The ranges of an extent that hold ``tiles`` (None: all), in the order of the extent, as few as can be.
+
+    In the caller's buffer the tiles stand back to back in the order given, whatever that is. Ranges that lie no further
+    apart than ``bridge_bytes`` are one, with what lies between as a piece of no tile, as padding is.
+    """
+    order = range(layout.tiles) if tiles is None else tiles
+    starts: dict[int, int] = {}
+    at = 0
+    for tile in order:
+        starts[tile] = at
+        at += layout.lengths[tile]
+    out: list[Run] = []
+    end = -1
+    for tile in order if tiles is None else sorted(tiles):
+        offset_bytes, length_bytes = layout.offsets[tile], layout.lengths[tile]
+        if out and offset_bytes - end <= bridge_bytes:
+            pieces = out[-1].pieces
+            if offset_bytes > end:
+                pieces.append(Piece(None, 0, offset_bytes - end))
         else:
-            out.append([tile])
+            pieces = []
+            out.append(Run(offset_bytes, pieces))
+        pieces.append(Piece(tile, starts[tile], length_bytes))
+        padding = align_up(length_bytes) - length_bytes
+        if padding:
+            pieces.append(Piece(None, 0, padding))
+        end = offset_bytes + length_bytes + padding
     return out
-
-
-def _end(layout: TileLayout, tile: int) -> int:
-    return layout.offsets[tile] + align_up(layout.lengths[tile])

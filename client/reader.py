@@ -25,12 +25,15 @@ from forebay.errors import (
     ValueSize,
     reason,
 )
-from forebay.ids import LBA_BYTES, BlockKey, align_up, stored_key
+from forebay.ids import LBA_BYTES, BlockKey, stored_key
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import keys_to_proto, rows16, unpack
 from forebay.schema import TileLayout
 
 __all__ = ["Reader", "verdict"]
+
+_BRIDGE_BYTES = 16 << 10
+"""Tiles this close together come by one command, with what lies between them thrown away."""
 
 
 def verdict(
@@ -230,21 +233,17 @@ def _want(
         return ValueSize.code
     ops: list[ReadOp] = []
     expected: list[tuple[int | None, ...]] = []
-    at = 0
-    for run in runs(layout, range(layout.tiles) if tiles is None else tiles):
+    for offset_bytes, pieces in runs(layout, tiles, bridge_bytes=_BRIDGE_BYTES):
         segments: list[Segment] = []
         sums: list[int | None] = []
-        for tile in run:
-            length_bytes = layout.lengths[tile]
-            segments.append(
-                Segment(buffer[at : at + length_bytes], length_bytes, tile_seed(stored, tile, row.write_id))
-            )
-            sums.append(row.checksums[tile])
-            at += length_bytes
-            padding = align_up(length_bytes) - length_bytes
-            if padding:
-                segments.append(Segment(None, padding))
+        for tile, start, length_bytes in pieces:
+            if tile is None:
+                segments.append(Segment(None, length_bytes))
                 sums.append(None)
-        ops.append(ReadOp(route.nsid, row.offset_bytes + layout.offsets[run[0]], tuple(segments)))
+                continue
+            view = buffer[start : start + length_bytes]
+            segments.append(Segment(view, length_bytes, tile_seed(stored, tile, row.write_id)))
+            sums.append(row.checksums[tile])
+        ops.append(ReadOp(route.nsid, row.offset_bytes + offset_bytes, tuple(segments)))
         expected.append(tuple(sums))
     return _Wanted(buffer[:size], route.transport, ops, expected)

@@ -14,6 +14,7 @@ __all__ = [
     "ListedBlock",
     "MatchResult",
     "PutResult",
+    "TilesResult",
     "WatchEvent",
 ]
 
@@ -52,6 +53,21 @@ class PutResult:
 
     stored: bool
     present: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TilesResult:
+    """One block of a plan after this rank's part. ``committed``: the node has this rank's tiles.
+
+    ``visible``: the block is whole, and can be read. ``reason`` is ``ok`` when it is; ``pending`` while tiles of other
+    ranks are missing, or as in the plan; else what went wrong: ``write_fenced`` (this process has no grant: it joined
+    the session too late, or the write is over), ``write_expired``, ``grid_invalid`` (another rank committed other
+    bytes for a tile), ``unavailable``, ...
+    """
+
+    committed: bool
+    visible: bool
     reason: str
 
 

@@ -1,17 +1,24 @@
-"""The write path (docs/design.md §5): allocate, write whole tiles, commit with checksums; abort what failed."""
+"""The write path (docs/design.md §5): allocate, write tiles, commit with checksums; abort what failed.
+
+A block is written by one process, or by the ranks of a group, each its tiles (docs/ranks.md): in both cases by way of
+a `WritePlan`, which here is made, carried out, or given up.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import cast
 
 from forebay.checksum import tile_seed
 from forebay.client.advice import describe_to_proto
-from forebay.client.layouts import group_of
+from forebay.client.layouts import group_of, runs
 from forebay.client.options import ClientOptions
-from forebay.client.results import Describe, PutResult
-from forebay.client.session import Route, Session, SessionView
+from forebay.client.plans import PlannedWrite, WritePlan
+from forebay.client.results import Describe
+from forebay.client.session import Session, SessionView
 from forebay.client.transports.base import Outcome, Segment, Transport, WriteOp
 from forebay.client.waiter import wait_visible
 from forebay.clock import Clock
@@ -19,31 +26,44 @@ from forebay.errors import (
     OK,
     AlreadyExists,
     ForebayError,
+    GridInvalid,
     InvalidArgument,
     Pending,
     ProtocolError,
+    SessionExpired,
     Unavailable,
-    reason,
+    WriteFenced,
 )
-from forebay.ids import LBA_BYTES, BlockKey, align_up, stored_key
+from forebay.ids import LBA_BYTES, BlockKey, Extent, VolumeId, stored_key
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import keys_to_proto, pack, rows16, unpack
-from forebay.schema import TileLayout
 
-__all__ = ["Writer"]
+__all__ = ["Wanted", "Writer"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Granted:
-    """A row of Allocate's answer: an extent to write, checked against the schema."""
+class Wanted:
+    """Blocks to be written: their keys, the bytes of each value, and what is said about them."""
+
+    keys: Sequence[BlockKey]
+    lengths: Sequence[int]
+    hints: pb.Hints | None = None
+    describe: Describe | None = None
+
+
+@dataclass(slots=True)
+class _Writing:
+    """One block of a call: where its tiles go, and the checksums of those that are there."""
 
     row: int
-    write_id: bytes
-    route: Route
-    op: WriteOp
-    tiles: int
+    write: PlannedWrite
+    transport: Transport
+    ops: list[WriteOp]
+    tiles: list[tuple[int, ...]]
+    """The tiles of each operation."""
+    sums: dict[int, int] = field(default_factory=dict)
 
 
 class Writer:
@@ -54,166 +74,258 @@ class Writer:
         self._options = options
         self._clock = clock
         self._schema = session.opening.schema
-        self.quiesced = True
+        self._counting = threading.Lock()
+        self._under_way = 0
+        self._lost = False
+
+    @property
+    def quiesced(self) -> bool:
         """Whether every write command that this writer ever sent has completed."""
+        with self._counting:
+            return not self._lost and not self._under_way
 
-    def write(
-        self,
-        keys: Sequence[BlockKey],
-        values: Sequence[memoryview],
-        hints: pb.Hints | None,
-        describe: Describe | None,
-        deadline_ms: int,
-    ) -> list[PutResult]:
-        """Store blocks. Arguments have been checked; nothing raises."""
+    # --- one writer -------------------------------------------------------------------------------------------------
+
+    def put(self, wanted: Wanted, values: Sequence[memoryview], deadline_ms: int) -> list[int]:
+        """Store whole blocks by this process alone: a code a block. Arguments have been checked; nothing raises."""
         codes: list[int] = []
-        for part in self._batches(values):
+        for part in self._batches(wanted.lengths):
+            mine = wanted.keys[part]
             try:
-                about = describe_to_proto(describe, part)
-                codes += self._write(keys[part], values[part], hints, about, deadline_ms)
+                view, plan = self._allocate(wanted, part, (), deadline_ms)
+                done = self._carry_out(view, plan, None, values[part], deadline_ms, alone=True)
             except ForebayError as e:
-                codes += [e.code] * (part.stop - part.start)
-        return [PutResult(code == OK, code in (OK, AlreadyExists.code), reason(code)) for code in codes]
-
-    def _batches(self, values: Sequence[memoryview]) -> list[slice]:
-        """Parts of a long call, so that no grant has to last for all of it."""
-        cuts, size = [0], 0
-        for i, value in enumerate(values):
-            if size and size + len(value) > self._options.batch_bytes:
-                cuts.append(i)
-                size = 0
-            size += len(value)
-        return [slice(start, end) for start, end in zip(cuts, [*cuts[1:], len(values)], strict=True)]
-
-    def _write(
-        self,
-        keys: Sequence[BlockKey],
-        values: Sequence[memoryview],
-        hints: pb.Hints | None,
-        describe: pb.Describe | None,
-        deadline_ms: int,
-    ) -> list[int]:
-        columns = keys_to_proto(keys)
-        lengths = pack("u64", [len(value) for value in values])
-
-        def request(view: SessionView, context: pb.Context) -> pb.AllocateRequest:
-            return pb.AllocateRequest(
-                context=context,
-                keys=columns,
-                value_lengths=lengths,
-                host_nqn=view.host.nqn,
-                ttl_ms=self._options.write_ttl_ms,
-                hints=hints,
-                describe=describe,
-            )
-
-        view, reply = self._session.call(self._session.rpc.blocks.Allocate, request, deadline_ms)
-        codes, granted, bad = self._granted(view, keys, values, reply, deadline_ms)
-        outcomes = self._transfer(granted, deadline_ms)
-        good: list[tuple[_Granted, tuple[int, ...]]] = []
-        failed: list[_Granted] = []
-        quiesced = True
-        for grant, outcome in zip(granted, outcomes, strict=True):
-            quiesced = quiesced and outcome.quiesced
-            if outcome.error is None:
-                good.append((grant, tuple(c for c in outcome.checksums if c is not None)))
-            else:
-                failed.append(grant)
-                codes[grant.row] = outcome.error.code
-        if not quiesced:
-            self.quiesced = False
-        if failed or bad:  # give extents back at once rather than at their deadlines
-            self._session.abort(view, [grant.write_id for grant in failed] + bad, quiesced=quiesced)
-        if good:
-            for (grant, _), code in zip(good, self._commit(view, good, deadline_ms), strict=True):
-                codes[grant.row] = code
-        if self._options.wait_pending_ms and Pending.code in codes:
-            self._await_pending(keys, codes, deadline_ms)
+                done = [e.code] * len(mine)
+            if self._options.wait_pending_ms and Pending.code in done:
+                self._await_pending(mine, done, deadline_ms)
+            codes += done
         return codes
 
-    def _granted(
-        self,
-        view: SessionView,
-        keys: Sequence[BlockKey],
-        values: Sequence[memoryview],
-        reply: pb.AllocateReply,
-        deadline_ms: int,
-    ) -> tuple[list[int], list[_Granted], list[bytes]]:
-        """Codes of all rows, the rows to write, and write ids of extents that cannot be written."""
-        count = len(keys)
-        try:
-            codes = unpack("u16", reply.status, "status", count)
-            if all(codes):
-                return codes, [], []
-            write_ids = rows16(reply.write_ids, "write_ids")
-            volumes = unpack("u32", reply.volumes, "volumes", count)
-            offsets = unpack("u64", reply.offsets, "offsets", count)
-            lengths = unpack("u64", reply.lengths, "lengths", count)
-        except InvalidArgument as e:
-            raise ProtocolError(f"the answer to Allocate is malformed: {e.message}") from e
-        if len(write_ids) != count:
-            raise ProtocolError("the answer to Allocate lacks write ids")
-        granted: list[_Granted] = []
-        bad: list[bytes] = []
-        for i, block in enumerate(keys):
-            if codes[i] != OK:
-                continue
-            layout = group_of(self._schema, block).layout(len(values[i]))
-            route = self._session.route(view, volumes[i], deadline_ms)
-            if route is None or lengths[i] < layout.extent_bytes or offsets[i] % LBA_BYTES:
-                codes[i] = Unavailable.code if route is None else ProtocolError.code
-                bad.append(write_ids[i])
-                continue
-            segments = self._segments(view, block, write_ids[i], layout, values[i])
-            op = WriteOp(route.nsid, offsets[i], segments)
-            granted.append(_Granted(i, write_ids[i], route, op, layout.tiles))
-        return codes, granted, bad
-
-    @staticmethod
-    def _segments(
-        view: SessionView, block: BlockKey, write_id: bytes, layout: TileLayout, value: memoryview
-    ) -> tuple[Segment, ...]:
-        reply = view.reply
-        stored = stored_key(reply.namespace_id, reply.keyspace, reply.generation, block)
-        segments: list[Segment] = []
-        for tile, (length_bytes, at) in enumerate(zip(layout.lengths, layout.value_offsets, strict=True)):
-            seed = tile_seed(stored, tile, write_id)
-            segments.append(Segment(value[at : at + length_bytes], length_bytes, seed))
-            padding = align_up(length_bytes) - length_bytes
-            if padding:
-                segments.append(Segment(None, padding))
-        return tuple(segments)
-
-    @staticmethod
-    def _transfer(granted: Sequence[_Granted], deadline_ms: int) -> list[Outcome]:
-        by_transport: dict[int, tuple[Transport, list[int]]] = {}
-        for i, grant in enumerate(granted):
-            by_transport.setdefault(id(grant.route.transport), (grant.route.transport, []))[1].append(i)
-        outcomes: dict[int, Outcome] = {}
-        for transport, rows in by_transport.values():
-            outcomes |= zip(rows, transport.write([granted[i].op for i in rows], deadline_ms), strict=True)
-        return [outcomes[i] for i in range(len(granted))]
-
-    def _commit(
-        self, view: SessionView, good: Sequence[tuple[_Granted, tuple[int, ...]]], deadline_ms: int
-    ) -> list[int]:
-        try:
-            request = pb.CommitRequest(
-                context=view.context(self._session.rpc.left_ms(deadline_ms)),
-                write_ids=b"".join([grant.write_id for grant, _ in good]),
-                checksums=pack("u32", [c for _, sums in good for c in sums]),
-                host_nqn=view.host.nqn,
-            )
-            reply = self._session.rpc.call(self._session.rpc.blocks.Commit, request, deadline_ms)
-            return unpack("u16", reply.status, "status", len(good))
-        except InvalidArgument as e:
-            _log.warning("commit: %s", e)
-            return [ProtocolError.code] * len(good)
-        except ForebayError as e:
-            return [e.code] * len(good)
+    def _batches(self, lengths: Sequence[int]) -> list[slice]:
+        """Parts of a long call, so that no grant has to last for all of it."""
+        cuts, size = [0], 0
+        for i, length in enumerate(lengths):
+            if size and size + length > self._options.batch_bytes:
+                cuts.append(i)
+                size = 0
+            size += length
+        return [slice(start, end) for start, end in zip(cuts, [*cuts[1:], len(lengths)], strict=True)]
 
     def _await_pending(self, keys: Sequence[BlockKey], codes: list[int], deadline_ms: int) -> None:
         rows = [i for i, code in enumerate(codes) if code == Pending.code]
         until_ms = min(deadline_ms, self._clock.monotonic_ms() + self._options.wait_pending_ms)
         for i, code in zip(rows, wait_visible(self._session, [keys[i] for i in rows], until_ms), strict=True):
             codes[i] = AlreadyExists.code if code == OK else Pending.code
+
+    # --- groups of ranks --------------------------------------------------------------------------------------------
+
+    def allocate(self, wanted: Wanted, hosts: Sequence[str] | None, deadline_ms: int) -> WritePlan:
+        """A plan for ``hosts``, or for the session's processes (None). Arguments have been checked; nothing raises."""
+        try:
+            return self._allocate(wanted, slice(0, len(wanted.keys)), hosts, deadline_ms)[1]
+        except ForebayError as e:
+            rows = [PlannedWrite(key, length, e.code) for key, length in zip(wanted.keys, wanted.lengths, strict=True)]
+            return WritePlan(self._session.view.reply.session, tuple(rows))
+
+    def put_tiles(
+        self, plan: WritePlan, tiles: Sequence[int] | None, values: Sequence[memoryview], deadline_ms: int
+    ) -> list[int]:
+        """Write and commit tiles of a plan's blocks: a code a block. Arguments have been checked; nothing raises."""
+        view = self._session.view
+        if view.reply.session != plan.session:  # it was lost, and this process has another one now
+            return [write.code or SessionExpired.code for write in plan.writes]
+        return self._carry_out(view, plan, tiles, values, deadline_ms, alone=False)
+
+    def abort(self, plan: WritePlan, deadline_ms: int) -> int:
+        """Give a plan's writes up, for all ranks. How many there were; 0 if the node is away, and they expire."""
+        view = self._session.view
+        write_ids = [write.write_id for write in plan.writes if write.code == OK]
+        if view.reply.session != plan.session or not write_ids:
+            return 0
+        request = pb.AbortRequest(
+            context=view.context(self._session.rpc.left_ms(deadline_ms)),
+            write_ids=b"".join(write_ids),
+            quiesced=self.quiesced,
+            host_nqn=view.host.nqn,
+        )
+        try:
+            return self._session.rpc.call(self._session.rpc.blocks.Abort, request, deadline_ms).aborted
+        except ForebayError as e:
+            _log.info("%d writes were not aborted, they will expire: %s", len(write_ids), e)
+            return 0
+
+    # --- both -------------------------------------------------------------------------------------------------------
+
+    def _allocate(
+        self, wanted: Wanted, part: slice, hosts: Sequence[str] | None, deadline_ms: int
+    ) -> tuple[SessionView, WritePlan]:
+        """Ask for extents; for this process alone if ``hosts`` is empty, for the whole session if it is None."""
+        keys, lengths = wanted.keys[part], wanted.lengths[part]
+        columns, packed, about = keys_to_proto(keys), pack("u64", lengths), describe_to_proto(wanted.describe, part)
+
+        def request(view: SessionView, context: pb.Context) -> pb.AllocateRequest:
+            return pb.AllocateRequest(
+                context=context,
+                keys=columns,
+                value_lengths=packed,
+                host_nqn=view.host.nqn,
+                host_nqns=hosts,
+                session_hosts=hosts is None,
+                ttl_ms=self._options.write_ttl_ms,
+                hints=wanted.hints,
+                describe=about,
+            )
+
+        view, reply = self._session.call(self._session.rpc.blocks.Allocate, request, deadline_ms)
+        return view, self._planned(view, keys, lengths, reply)
+
+    def _planned(
+        self, view: SessionView, keys: Sequence[BlockKey], lengths: Sequence[int], reply: pb.AllocateReply
+    ) -> WritePlan:
+        """The answer to Allocate, checked against the schema. Raises `ProtocolError`."""
+        count = len(keys)
+        try:
+            codes = unpack("u16", reply.status, "status", count)
+            if all(codes):
+                rows = [PlannedWrite(*row) for row in zip(keys, lengths, codes, strict=True)]
+                return WritePlan(view.reply.session, tuple(rows))
+            write_ids = rows16(reply.write_ids, "write_ids")
+            volumes = unpack("u32", reply.volumes, "volumes", count)
+            offsets = unpack("u64", reply.offsets, "offsets", count)
+            sizes = unpack("u64", reply.lengths, "lengths", count)
+        except InvalidArgument as e:
+            raise ProtocolError(f"the answer to Allocate is malformed: {e.message}") from e
+        if len(write_ids) != count:
+            raise ProtocolError("the answer to Allocate lacks write ids")
+        writes: list[PlannedWrite] = []
+        bad: list[bytes] = []
+        for i, block in enumerate(keys):
+            if codes[i] != OK:
+                writes.append(PlannedWrite(block, lengths[i], codes[i]))
+            elif sizes[i] < group_of(self._schema, block).layout(lengths[i]).extent_bytes or offsets[i] % LBA_BYTES:
+                writes.append(PlannedWrite(block, lengths[i], ProtocolError.code))
+                bad.append(write_ids[i])
+            else:
+                extent = Extent(VolumeId(volumes[i]), offsets[i], sizes[i])
+                writes.append(PlannedWrite(block, lengths[i], OK, write_ids[i], extent))
+        if bad:
+            self._session.abort(view, bad, quiesced=True)
+        return WritePlan(view.reply.session, tuple(writes))
+
+    def _carry_out(
+        self,
+        view: SessionView,
+        plan: WritePlan,
+        tiles: Sequence[int] | None,
+        values: Sequence[memoryview],
+        deadline_ms: int,
+        *,
+        alone: bool,
+    ) -> list[int]:
+        """Write tiles, commit what was written, give up what was not."""
+        codes = [write.code for write in plan.writes]
+        writing: list[_Writing] = []
+        failed: list[bytes] = []
+        for row, write in enumerate(plan.writes):
+            if write.code != OK or write.extent is None:
+                continue
+            route = self._session.route(view, write.extent.volume, deadline_ms)
+            if route is None:
+                codes[row] = Unavailable.code
+                failed.append(write.write_id)
+                continue
+            ops, parts = self._ops(view, write, route.nsid, tiles, values[row])
+            writing.append(_Writing(row, write, route.transport, ops, parts))
+        good: list[_Writing] = []
+        outcomes, quiesced = self._transfer(writing, deadline_ms)
+        for one, results in zip(writing, outcomes, strict=True):
+            error = next((outcome.error for outcome in results if outcome.error is not None), None)
+            if error is None:
+                for part, outcome in zip(one.tiles, results, strict=True):
+                    one.sums.update(zip(part, [c for c in outcome.checksums if c is not None], strict=True))
+                good.append(one)
+                continue
+            codes[one.row] = error.code
+            # A rank that has no grant says nothing about the group, whose other ranks may have one.
+            if alone or not isinstance(error, WriteFenced):
+                failed.append(one.write.write_id)
+        for one, code in zip(good, self._commit(view, good, deadline_ms, whole=tiles is None), strict=True):
+            codes[one.row] = code
+            if code == GridInvalid.code:  # another rank wrote other bytes there, and nobody knows which are on media
+                failed.append(one.write.write_id)
+        if failed:  # give extents back at once rather than at their deadlines
+            # Another thread may be writing other tiles of the same blocks.
+            self._session.abort(view, failed, quiesced=quiesced and (alone or self.quiesced))
+        return codes
+
+    def _ops(
+        self, view: SessionView, write: PlannedWrite, nsid: int, tiles: Sequence[int] | None, value: memoryview
+    ) -> tuple[list[WriteOp], list[tuple[int, ...]]]:
+        """The operations that write a block's tiles, and the tiles of each."""
+        reply, extent = view.reply, cast(Extent, write.extent)
+        stored = stored_key(reply.namespace_id, reply.keyspace, reply.generation, write.key)
+        layout = group_of(self._schema, write.key).layout(write.length_bytes)
+        ops: list[WriteOp] = []
+        parts: list[tuple[int, ...]] = []
+        for offset_bytes, pieces in runs(layout, tiles):
+            segments: list[Segment] = []
+            part: list[int] = []
+            for tile, start, length_bytes in pieces:
+                if tile is None:
+                    segments.append(Segment(None, length_bytes))
+                    continue
+                seed = tile_seed(stored, tile, write.write_id)
+                segments.append(Segment(value[start : start + length_bytes], length_bytes, seed))
+                part.append(tile)
+            ops.append(WriteOp(nsid, extent.offset_bytes + offset_bytes, tuple(segments)))
+            parts.append(tuple(part))
+        return ops, parts
+
+    def _transfer(self, writing: Sequence[_Writing], deadline_ms: int) -> tuple[list[list[Outcome]], bool]:
+        """Carry out all operations, one call a transport: the outcomes of each block, and whether all are quiesced."""
+        by_transport: dict[int, tuple[Transport, list[int]]] = {}
+        for i, one in enumerate(writing):
+            by_transport.setdefault(id(one.transport), (one.transport, []))[1].append(i)
+        done: dict[int, list[Outcome]] = {}
+        with self._counting:
+            self._under_way += 1
+        quiesced = False
+        try:
+            for transport, rows in by_transport.values():
+                outcomes = iter(transport.write([op for i in rows for op in writing[i].ops], deadline_ms))
+                for i in rows:
+                    done[i] = [next(outcomes) for _ in writing[i].ops]
+            quiesced = all(outcome.quiesced for outcomes in done.values() for outcome in outcomes)
+        finally:
+            with self._counting:
+                self._under_way -= 1
+                self._lost = self._lost or not quiesced
+        return [done[i] for i in range(len(writing))], quiesced
+
+    def _commit(self, view: SessionView, good: Sequence[_Writing], deadline_ms: int, *, whole: bool) -> list[int]:
+        """Commit the tiles of these blocks, all of the grid if ``whole``; a code a block."""
+        if not good:
+            return []
+        try:
+            request = pb.CommitRequest(
+                context=view.context(self._session.rpc.left_ms(deadline_ms)),
+                write_ids=b"".join([one.write.write_id for one in good]),
+                checksums=pack("u32", [one.sums[tile] for one in good for tile in sorted(one.sums)]),
+                host_nqn=view.host.nqn,
+            )
+            if not whole:
+                request.tile_counts = pack("u16", [len(one.sums) for one in good])
+                request.tiles = pack("u16", [tile for one in good for tile in sorted(one.sums)])
+            reply = self._session.rpc.call(self._session.rpc.blocks.Commit, request, deadline_ms)
+            return unpack("u16", reply.status, "status", len(good))
+        except GridInvalid as e:
+            if len(good) == 1:
+                _log.warning("commit: %s", e)
+                return [e.code]
+            # One block's tiles are refused and nothing was done: the others go on without it.
+            return [code for one in good for code in self._commit(view, [one], deadline_ms, whole=whole)]
+        except InvalidArgument as e:
+            _log.warning("commit: %s", e)
+            return [ProtocolError.code] * len(good)
+        except ForebayError as e:
+            return [e.code] * len(good)
