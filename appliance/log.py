@@ -1,6 +1,6 @@
 """Logs of the daemon and of its target: text for people or one JSON object a line.
 
-A line written while a request is worked on carries its id (`forebay.appliance.request_id`). Values that a program
+A line written while a request is worked on carries its id (`forebay.request_id`). Values that a program
 may look for are not only put into words: ``extra=fields(method="Match", code=0)`` appends them by name.
 """
 
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from forebay.appliance import request_id
+from forebay import request_id
 
 __all__ = ["FORMATS", "LEVELS", "fields", "set_up"]
 

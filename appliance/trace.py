@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from forebay import __version__
-from forebay.appliance import request_id
+from forebay import __version__, request_id
 from forebay.errors import ConfigInvalid, ForebayError, reason
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from forebay.appliance import request_id
+from forebay import request_id
 from forebay.appliance.control.accounting import CANCELLED, Account, Accounts
 from forebay.appliance.log import fields
 from forebay.appliance.namespace.acl import Acl

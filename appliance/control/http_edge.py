@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from forebay.appliance import request_id
+from forebay import request_id
 from forebay.appliance.control.accounting import CANCELLED, Account
 from forebay.appliance.control.calls import Calls
 from forebay.appliance.namespace.acl import Acl

@@ -16,7 +16,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-from forebay.appliance import request_id
+from forebay import request_id
 from forebay.appliance.trace import Tracer
 from forebay.errors import (
     AlreadyExists,

@@ -21,7 +21,7 @@ from threading import Lock, Thread
 from types import EllipsisType
 from typing import Any, Final, NamedTuple
 
-from forebay.appliance import request_id
+from forebay import request_id
 from forebay.appliance.log import fields
 from forebay.errors import AlreadyExists, InvalidArgument
 

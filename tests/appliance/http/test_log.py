@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forebay.appliance import log, request_id
+from forebay import request_id
+from forebay.appliance import log
 from tests.appliance.http.conftest import NodeMaker, eventually
 
 
