@@ -69,7 +69,7 @@ async def save_checkpoint(engine: Engine, path: Path, node_id: bytes, delete_fai
             # copied at one moment, written while the loop serves
             for data in [getattr(index, name)[rows].tobytes() for name in COLUMNS]:
                 await run(None, _write_part, file, data)
-        used = {tiles: pool.used for tiles, pool in index.pools.items()}
+        used = {tiles: index.pools[tiles].used for tiles in sorted(index.pools)}  # as canonical CBOR orders them
         await run(None, _write_part, file, cbor2.dumps(used, canonical=True))
         for tiles, count in used.items():
             for rows in _ranges(count):

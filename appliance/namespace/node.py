@@ -547,7 +547,8 @@ class Node:
         """A clean stop: sessions ended, volumes flushed, and only then the mark that says so."""
         for session in self.sessions:
             await self._attempt(self.end_session(session))
-        clean = True
+        # what an earlier stop left in doubt is still in doubt
+        clean = not (self.engine.index.state[: self.engine.index.high] == RowState.SUSPECT).any()
         for spec in self.engine.space.specs.values():
             try:
                 clean &= await self.engine.target.barrier(spec) is Barrier.FLUSHED

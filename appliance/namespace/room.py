@@ -83,6 +83,9 @@ class Room:
 
     async def _take(self, namespace: Namespace, scope: int, slot_bytes: int, want: int, taken: list[Extent]) -> int:
         space = self._e.space
+        quota = self._state.scope_quotas.get(f"{namespace.id}/{scope}")
+        if slot_bytes > min([q for q in (namespace.quota_bytes, quota and quota.quota_bytes) if q], default=slot_bytes):
+            return QuotaExceeded.code  # evicting all there is would not help
         while len(taken) < want:
             rest = want - len(taken)
             mine, all_ = self._allowed(namespace, scope, slot_bytes)

@@ -142,6 +142,7 @@ class Writes:
         layouts = [self._layout(session, key, value_bytes[i] if value_bytes else None) for i, key in enumerate(keys)]
         await self._blocks.retire_expired(session, keys)
         stored, digests, rows = self._blocks.find(session, keys, expired=True)
+        self._e.policy.used(self._e.index, rows[rows >= 0])  # who stores a block again will want it
         status = [OK if row < 0 else AlreadyExists.code for row in rows.tolist()]
         deadline_ms = self._e.clock.monotonic_ms() + ttl_ms
         writes: dict[int, PendingWrite] = {}

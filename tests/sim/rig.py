@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,13 +234,18 @@ class Rig:
             owners[volume, offset] = who
             used[volume] = used.get(volume, 0) + length
 
+        scoped: Counter[tuple[int, int]] = Counter()
         rows = [r for r in range(index.high) if index.state[r] != RowState.FREE]
         for row in rows:
             name = f"row {row} ({RowState(index.state[row]).name})"
             own(int(index.volume[row]), int(index.offset[row]), int(index.length[row]), name)
+            scoped[int(index.namespace[row]), int(index.scope[row])] += int(index.length[row])
         for write in node.writes._by_digest.values():
             if write.extent is not None:
                 own(*_place(write.extent), f"write {write.write_id.hex()} ({write.state.value})")
+                scoped[write.session.namespace, write.scope] += write.extent.length_bytes
+        for namespace in {n for n, _ in scoped} | {n.id for n in node.state.namespaces}:
+            assert space.scopes_of(namespace) == {s: used for (n, s), used in scoped.items() if n == namespace}
         _no_overlap(owners, node)
         for volume, extents in space.maps.items():
             slots = {(r.slot_bytes, r.slots, r.free_slots, int(r.free.sum())) for r in extents.claimed.values()}

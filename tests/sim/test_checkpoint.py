@@ -15,6 +15,7 @@ from forebay.appliance.namespace.rocks import RocksStore
 from forebay.appliance.namespace.store import MemoryStore
 from forebay.errors import OK
 from forebay.ids import BlockKey
+from forebay.schema import Schema
 from tests.sim.rig import Member, Rig
 from tests.sim.running import on_loop
 
@@ -65,6 +66,21 @@ async def test_a_clean_stop_leaves_a_checkpoint_and_nothing_to_read_again(rig: R
     assert list(rig.node.engine.changes.after(0)) == []
     # numbers go on where they were: a later checkpoint is not taken for an older one
     assert rig.node.engine.changes.last >= len(KEYS)
+
+
+@on_loop
+async def test_blocks_of_several_grids_keep_their_own_checksums(rig: Rig) -> None:
+    """One pool a grid; as many bytes of checksums in either, so that a file that mixed them up would load."""
+    await rig.start()
+    await rig.namespace()
+    grid, opaque = await rig.open(), await rig.open(schema=Schema.opaque())
+    assert await rig.put(grid, b"g", VALUE) == OK
+    for i in range(4):
+        assert await rig.put(opaque, b"%d" % i, VALUE[: 100 + i]) == OK
+    await rig.restart(clean=True)
+    grid, opaque = await rig.open(), await rig.open(schema=Schema.opaque())
+    assert await rig.get(grid, b"g") == VALUE
+    assert [await rig.get(opaque, b"%d" % i) for i in range(4)] == [VALUE[: 100 + i] for i in range(4)]
 
 
 @on_loop

@@ -680,6 +680,31 @@ async def test_what_is_in_use_is_never_evicted(rig: Rig, how: str) -> None:
 
 
 @on_loop
+async def test_a_value_that_no_quota_admits_evicts_nothing(rig: Rig) -> None:
+    await rig.start()
+    await rig.namespace(quota_bytes=4 * len(VALUE))
+    m, big = await rig.open(), await rig.open(schema=OPAQUE)
+    await rig.put(m, b"k", VALUE)
+    assert await rig.put(big, b"big", bytes(5 * len(VALUE))) == QuotaExceeded.code
+    await rig.node.update_namespace("t/n", quota_bytes=0)
+    await rig.node.set_scope_quota("t/n", "default", 4 * len(VALUE))
+    assert await rig.put(big, b"big", bytes(5 * len(VALUE))) == QuotaExceeded.code
+    assert rig.present(m, b"k") == [True]
+
+
+@on_loop
+async def test_storing_a_block_again_is_a_use_of_it(rig: Rig) -> None:
+    await rig.start()
+    await rig.namespace(quota_bytes=64 * len(VALUE))
+    m = await rig.open()
+    for i in range(64):
+        await rig.put(m, b"%d" % i, VALUE)
+    rows = await rig.allocate(m, b"0", b"new")
+    assert [r.status for r in rows] == [AlreadyExists.code, OK]
+    assert rig.present(m, b"0") == [True]
+
+
+@on_loop
 async def test_the_least_recently_used_goes_first(rig: Rig) -> None:
     await rig.start()
     await rig.namespace(quota_bytes=64 * len(VALUE))
@@ -797,6 +822,20 @@ async def test_a_block_whose_flush_is_not_known_is_verified_before_it_is_served(
     rig.check()
     await rig.restart()
     assert rig.node.recovered.blocks == 2
+
+
+@on_loop
+async def test_a_clean_stop_settles_no_doubt_that_was_there_before(rig: Rig) -> None:
+    await rig.start()
+    await rig.namespace(durability=1)
+    await rig.put(await rig.open(), b"k", VALUE)
+    await rig.restart()
+    assert rig.node.recovered.suspects == 1
+    await rig.restart(clean=True)
+    assert rig.node.recovered.suspects == 1
+    await rig.node.blocks.verify_some()
+    await rig.restart(clean=True)
+    assert rig.node.recovered.suspects == 0
 
 
 @on_loop
