@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forebay import request_id
 from forebay.checksum import CRC32C, tile_seed
 from forebay.client.layouts import group_of, runs, selected_bytes
 from forebay.client.options import ClientOptions
@@ -86,6 +87,7 @@ class Reader:
         self._clock = clock
         self._schema = session.opening.schema
 
+    @request_id.request()  # its calls are of one request
     def read(
         self,
         keys: Sequence[BlockKey],

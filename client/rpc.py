@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
+from forebay import request_id
 from forebay.clock import Clock
 from forebay.errors import (
     Busy,
@@ -126,7 +127,7 @@ class Rpc:
     def call(self, method: grpc.UnaryUnaryMultiCallable[_Q, _A], request: _Q, deadline_ms: int) -> _A:
         """One request, one answer."""
         try:
-            return method(request, timeout=self.left_ms(deadline_ms) / 1000, metadata=self._metadata)
+            return method(request, timeout=self.left_ms(deadline_ms) / 1000, metadata=self._named())
         except grpc.RpcError as e:
             raise _translate(e) from e
         except ValueError as e:  # what grpc raises on a closed channel
@@ -142,7 +143,7 @@ class Rpc:
         """One request, many answers; ``started`` is given what cancels it."""
         timeout_s = None if deadline_ms is None else self.left_ms(deadline_ms) / 1000
         try:
-            replies = method(request, timeout=timeout_s, metadata=self._metadata)
+            replies = method(request, timeout=timeout_s, metadata=self._named())
             started(replies.cancel)
             try:
                 yield from replies
@@ -152,6 +153,11 @@ class Rpc:
             raise _translate(e) from e
         except ValueError as e:
             raise Unavailable(f"the channel to {self.address} is closed") from e
+
+    def _named(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of a call: the token, and the id of the request that it belongs to, if there is one."""
+        ident = request_id.current()
+        return (*self._metadata, (request_id.HEADER, ident)) if ident else self._metadata
 
     def close(self) -> None:
         """Close the channel; calls under way end as `Unavailable`."""

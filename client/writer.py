@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+from forebay import request_id
 from forebay.checksum import tile_seed
 from forebay.client.advice import describe_to_proto
 from forebay.client.layouts import group_of, runs
@@ -86,6 +87,7 @@ class Writer:
 
     # --- one writer -------------------------------------------------------------------------------------------------
 
+    @request_id.request()  # its calls are of one request
     def put(self, wanted: Wanted, values: Sequence[memoryview], deadline_ms: int) -> list[int]:
         """Store whole blocks by this process alone: a code a block. Arguments have been checked; nothing raises."""
         codes: list[int] = []
@@ -127,6 +129,7 @@ class Writer:
             rows = [PlannedWrite(key, length, e.code) for key, length in zip(wanted.keys, wanted.lengths, strict=True)]
             return WritePlan(self._session.view.reply.session, tuple(rows))
 
+    @request_id.request()  # its calls are of one request
     def put_tiles(
         self, plan: WritePlan, tiles: Sequence[int] | None, values: Sequence[memoryview], deadline_ms: int
     ) -> list[int]:

@@ -9,6 +9,7 @@ import pytest
 
 from forebay import request_id
 from forebay.appliance import log
+from forebay.errors import InvalidArgument
 from tests.appliance.http.conftest import NodeMaker, eventually
 
 
@@ -74,14 +75,30 @@ def test_an_id_that_does_not_fit_into_a_log_is_replaced(given: str) -> None:
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_request_is_found_in_the_log_of_the_daemon_and_of_the_target(start: NodeMaker, form: str) -> None:
     node = start(f'[log]\nlevel = "debug"\nformat = "{form}"\n')
-    with node.http() as client:
-        client.post(
-            "/v1/namespaces", json={"name": "acme/traced"}, headers={"x-request-id": "made-by-hand"}
-        ).raise_for_status()
+    with node.connect() as client, request_id.request("put-by-hand"):
+        assert client.put([b"key"], [b"value"])[0].stored
     target_log = node.data / "run" / "target.log"
-    eventually(lambda: "made-by-hand" in node.log.read_text(), "the daemon's log")
-    eventually(lambda: "made-by-hand" in target_log.read_text(), "the target's log")
+    eventually(lambda: "put-by-hand" in node.log.read_text(), "the daemon's log")
+    eventually(lambda: "put-by-hand" in target_log.read_text(), "the target's log")
     if form == "json":
-        lines = [json.loads(line) for line in target_log.read_text().splitlines()]
-        mine = [line["message"] for line in lines if line.get("request_id") == "made-by-hand"]
-        assert "bdev_aio_create: done" in mine
+        assert {"Allocate", "Commit"} <= of_request("put-by-hand", node.log)
+        assert {"forebay_grants_add: done", "forebay_barrier: done"} <= of_request("put-by-hand", target_log)
+
+
+def of_request(ident: str, file: Path) -> set[str]:
+    """Messages of one request in a JSON log; what the daemon prints is no log line."""
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line.startswith("{")]
+    return {line["message"] for line in lines if line.get("request_id") == ident}
+
+
+def test_what_is_done_inside_a_request_has_its_id() -> None:
+    with request_id.request() as made:
+        assert request_id.current() == made
+        with request_id.request() as inner:
+            assert inner == made
+        with request_id.request("own") as inner:
+            assert inner == request_id.current() == "own"
+        assert request_id.current() == made
+    assert request_id.current() == ""
+    with pytest.raises(InvalidArgument), request_id.request("no good"):
+        pass
