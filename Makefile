@@ -57,11 +57,11 @@ demo: $(RUNTIME) ## run the main job on a node in a temporary directory (ARGS='-
 serve: $(RUNTIME) ## start a node (ARGS='--data DIR --capacity SIZE')
 	@$(BIN)/forebay serve $(ARGS)
 
-test: lint redis ## lint, types and tests; says what was not run and why
+test: lint redis torch ## lint, types and tests; says what was not run and why
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-long: export FOREBAY_TEST_PROFILE := long
-test-long: lint redis ## the same with the large profiles
+test-long: lint redis torch ## the same with the large profiles
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(DEV) ## style, formatting and types
@@ -77,6 +77,11 @@ redis:
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends redis-server; } >/dev/null \
 	    || echo 'redis-server could not be installed; comparisons with it will be skipped' >&2; \
 	fi
+
+# What the test of a real computation runs in: an environment of its own in the cache, made once.
+.PHONY: torch
+torch: $(DEV)
+	@FOREBAY_CACHE='$(CACHE)' $(BIN)/python -m tests.envs torch
 
 bench: $(DEV) redis ## measure the ratios of docs/design.md §9 (ARGS='--help' shows more)
 	@$(BIN)/python -m perf $(ARGS)
@@ -95,6 +100,7 @@ lock: $(DEV) ## choose the newest versions again
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo 'make lock needs Python 3.11' >&2; exit 1; }
 	@$(COMPILE) --extra dev -o requirements-dev.lock pyproject.toml
 	@$(COMPILE) -c requirements-dev.lock -o requirements.lock pyproject.toml
+	@$(COMPILE) --no-emit-options -c requirements.lock -o requirements-torch.lock pyproject.toml tests/e2e/requirements.in
 
 clean: ## remove what can be made again
 	@rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import settings
 
+from tests.envs import ENVIRONMENTS
+
 LONG = os.environ.get("FOREBAY_TEST_PROFILE") == "long"
 
 # Deadlines measure the machine, not the code: a busy one must not fail a property.
@@ -23,13 +25,13 @@ def _missing(marker: str) -> str | None:
         return "no CUDA device"
     if marker == "long" and not LONG:
         return "large profile: make test-long"
-    return None
+    return ENVIRONMENTS[marker].missing if marker in ENVIRONMENTS else None
 
 
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
     """Skip what this machine or this profile cannot run."""
     for item in items:
-        for marker in ("spdk", "gpu", "long"):
+        for marker in ("spdk", "gpu", "long", *ENVIRONMENTS):
             if item.get_closest_marker(marker) and (reason := _missing(marker)):
                 item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -1,0 +1,146 @@
+"""Environments of their own for tests whose dependencies are too big for the development lock.
+
+`make test` makes them (``python -m tests.envs NAME``) where that can be had within bounds; the tests run in them as
+other processes, and skip with the reason where there is none. They lie in the cache outside of the tree, named by what
+they are made of, so that they are made once. They hold everything but Forebay itself, which comes by PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ENVIRONMENTS", "Environment"]
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """One environment: its lock file, where its packages are beside the configured index, and its bounds."""
+
+    name: str
+    lock: str
+    index: str
+    needs_bytes: int
+    limit_s: float
+
+    @property
+    def directory(self) -> Path:
+        """Where it is, or will be."""
+        cache = Path(os.environ.get("FOREBAY_CACHE") or Path.home() / ".cache" / "forebay")
+        parts = ((ROOT / self.lock).read_text(), sys.version, platform.machine(), sys.base_prefix)
+        digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+        return cache / "envs" / f"{self.name}-{digest}"
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.directory / "bin" / "python"
+
+    @property
+    def missing(self) -> str | None:
+        """Why it cannot be used, or None."""
+        if (self.directory / "ready").exists():
+            return None
+        why = self.directory / "failed"
+        return f"no environment with {self.name}: " + (why.read_text() if why.exists() else "make test makes it")
+
+    def variables(self) -> dict[str, str]:
+        """What processes in it need of the tree."""
+        return {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+
+    def make(self) -> str | None:
+        """Make it if it is not there; why it could not be made, or None."""
+        with self._lock():
+            if self.missing is None:
+                return None
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory.mkdir(parents=True)
+            reason = self._install()
+            if reason is None:
+                (self.directory / "ready").touch()
+                return None
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory.mkdir()
+            (self.directory / "failed").write_text(reason)
+            return reason
+
+    def _install(self) -> str | None:
+        free = shutil.disk_usage(self.directory).free
+        if free < self.needs_bytes:
+            return f"it takes {self.needs_bytes // MIB} MiB, and {self.directory.parent} has {free // MIB}"
+        print(f"installing {self.name} into {self.directory}", flush=True)
+        venv: list[str | Path] = [sys.executable, "-m", "venv", self.directory]
+        made = subprocess.run(venv, capture_output=True, text=True, check=False)
+        if made.returncode:
+            return f"no virtual environment: {_last_line(made.stderr)}"
+        pip: list[str | Path] = [
+            self.python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--require-hashes",
+            "--only-binary",
+            ":all:",
+        ]
+        pip += ["--disable-pip-version-check", "--no-cache-dir", "-r", ROOT / self.lock]
+        why = ""
+        # First from where everything comes from; elsewhere only if it is not there.
+        elsewhere: list[str | Path] = ["--retries", "1", "--extra-index-url", self.index]
+        for source in ([], elsewhere):
+            try:
+                done = subprocess.run(
+                    [*pip, *source], capture_output=True, text=True, check=False, timeout=self.limit_s
+                )
+            except subprocess.TimeoutExpired:
+                return f"not installed within {self.limit_s:.0f} s"
+            if not done.returncode:
+                return None
+            why = _last_line(done.stderr)
+        return why
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """One process at a time."""
+        self.directory.parent.mkdir(parents=True, exist_ok=True)
+        with self.directory.with_suffix(".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason given"
+
+
+ENVIRONMENTS = {
+    env.name: env
+    for env in (
+        # The build without CUDA, which only PyTorch's own index has.
+        Environment("torch", "requirements-torch.lock", "https://download.pytorch.org/whl/cpu", 2048 * MIB, 300),
+    )
+}
+
+
+def main(names: list[str]) -> None:
+    """Make environments; what cannot be made is said, and no failure."""
+    for name in names:
+        reason = ENVIRONMENTS[name].make()
+        if reason is not None:
+            print(f"tests with {name} will be skipped: {reason}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
