@@ -95,6 +95,10 @@ def test_drives_take_the_common_capacity_unless_they_name_their_own(tmp_path: Pa
         ("[target]\nmax_command = '3MiB'", "target.max_command", "power of two"),
         ("[grpc]\nlisten = '0.0.0.0:7470'", "grpc.listen", "allow_plaintext"),
         ("[grpc]\nlisten = 'storage-1:7470'", "grpc.listen", "allow_plaintext"),
+        ("[http]\nlisten = '0.0.0.0:7471'", "http.listen", "allow_plaintext"),
+        ("[http]\nenabled = 'maybe'", "http.enabled", "true or false"),
+        ("[trace]\notlp_endpoint = '127.0.0.1:4318'", "trace.otlp_endpoint", "http://"),
+        ("[trace]\notlp_endpoint = 'http://a b/'", "trace.otlp_endpoint", "http://"),
         ("[space]\nregion = '96MiB'", "space.region", "power of two"),
         ("[space]\nregion = '32MiB'", "space.region", "64MiB"),
         ("[space]\nlow_watermark = 0.99", "space.low_watermark", "0.97"),
@@ -115,6 +119,20 @@ def test_what_is_wrong_is_named_with_its_limit(tmp_path: Path, text: str, field:
 def test_a_plaintext_listener_for_others_must_be_asked_for(tmp_path: Path) -> None:
     config = from_text(tmp_path, "[grpc]\nlisten = '0.0.0.0:7470'\nallow_plaintext = true")
     assert str(config.grpc.listen) == "0.0.0.0:7470"
+
+
+@pytest.mark.parametrize(("grpc", "http"), [("7470", 7471), ("0", 0), ("65535", 0)])
+def test_http_is_beside_grpc_unless_it_is_named(tmp_path: Path, grpc: str, http: int) -> None:
+    environ = {"FOREBAY_GRPC_LISTEN": f"127.0.0.1:{grpc}"}
+    assert from_text(tmp_path, "", environ).http.listen == Endpoint("127.0.0.1", http)
+    named = from_text(tmp_path, "[http]\nlisten = '[::1]:80'", environ)
+    assert str(named.http.listen) == "[::1]:80"
+
+
+def test_a_collector_is_a_web_address(tmp_path: Path) -> None:
+    address = "https://otel.example:4318/v1/traces"
+    assert from_text(tmp_path, f"[trace]\notlp_endpoint = '{address}'").trace.otlp_endpoint == address
+    assert from_text(tmp_path, "").trace.otlp_endpoint == ""
 
 
 def test_variables_with_a_section_must_be_known_and_others_are_left_alone(tmp_path: Path) -> None:

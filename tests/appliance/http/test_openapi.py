@@ -1,5 +1,7 @@
 """The API against its own description: requests made from it, right ones and wrong ones, and what comes back."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -69,3 +71,10 @@ def test_the_document_has_the_errors_in_our_own_form(http: httpx.Client) -> None
                     assert answer["content"]["application/json"]["schema"]["$ref"].endswith("/Error"), path
         assert "422" not in operation["responses"]
     assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+def test_the_page_lists_every_request(http: httpx.Client) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "administration.md").read_text()
+    listed = set(re.findall(r"^\| `(GET|POST|PUT|PATCH|DELETE) ([^`?]+)[^`]*` \|", page, re.MULTILINE))
+    described = {(method.upper(), path) for path, method, _ in operations(http.get("/openapi.json").json())}
+    assert listed == described
