@@ -120,6 +120,13 @@ METRICS: tuple[MetricSpec, ...] = (
         "generation), `cleared` with their namespace, `bad` (a checksum did not match).",
         ("cause",),
     ),
+    MetricSpec(
+        "forebay_evicted_blocks_total",
+        "counter",
+        "The evicted ones by what was short: the node's `space`, the namespace's `quota`, a `scope_quota`; `watermark` "
+        "ones went ahead of need.",
+        ("limit",),
+    ),
     MetricSpec("forebay_verified_blocks_total", "counter", "Blocks whose checksums the node compared itself."),
     MetricSpec("forebay_dropped_records_total", "counter", "Records that this start found to be of no use."),
     # the target
@@ -155,6 +162,7 @@ _SIMPLE = {
 }
 """Metrics that are one counter of the engine."""
 _CAUSES = ("evicted", "deleted", "expired", "stale", "cleared", "bad")
+_LIMITS = ("watermark", "space", "quota", "scope_quota")
 _TARGET_ANSWERS_S = 2.0
 
 Value = float | Histogram
@@ -202,6 +210,7 @@ class NodeMetrics:
         self._store = store
         self._accounts = accounts
         self._supervisor = supervisor
+        self._scraping = asyncio.Lock()
         self._processes = [
             ProcessCollector("forebay", registry=None),
             ProcessCollector("forebay_target", self._target_pid, registry=None),
@@ -212,13 +221,14 @@ class NodeMetrics:
 
     async def scrape(self) -> bytes:
         """All of them as text. What has to look at every block does so beside the event loop."""
-        samples = _Samples()
-        io = await self._io_stats()
-        self._read_node(samples)
-        self._read_calls(samples)
-        self._read_target(samples, io)
-        names = {n.id: n.full_name for n in self._node.state.namespaces}
-        return await asyncio.to_thread(self._render, samples, names)
+        async with self._scraping:  # any number of scrapers cost what one does
+            samples = _Samples()
+            io = await self._io_stats()
+            self._read_node(samples)
+            self._read_calls(samples)
+            self._read_target(samples, io)
+            names = {n.id: n.full_name for n in self._node.state.namespaces}
+            return await asyncio.to_thread(self._render, samples, names)
 
     def _render(self, samples: _Samples, names: dict[int, str]) -> bytes:
         for state, counts in _count_blocks(self._node.engine.index).items():
@@ -253,10 +263,13 @@ class NodeMetrics:
         sessions: Counter[int] = Counter()
         leases: Counter[int] = Counter()
         writes: Counter[int] = Counter()
+        pending_bytes: Counter[int] = Counter()
         for session in node.sessions:
             sessions[session.namespace] += 1
             leases[session.namespace] += len(session.leases)
             writes[session.namespace] += len(session.writes)
+            extents_of = (write.extent for write in session.writes.values())
+            pending_bytes[session.namespace] += sum(e.length_bytes for e in extents_of if e is not None)
         for namespace in node.state.namespaces:
             name, number = namespace.full_name, namespace.id
             samples.set("forebay_namespace_used_bytes", used[number], name)
@@ -265,7 +278,7 @@ class NodeMetrics:
             samples.set("forebay_sessions", sessions[number], name)
             samples.set("forebay_leases", leases[number], name)
             samples.set("forebay_pending_writes", writes[number], name)
-            samples.set("forebay_pending_writes_bytes", node.writes.pending_bytes(number), name)
+            samples.set("forebay_pending_writes_bytes", pending_bytes[number], name)
         for drive in space.drives.values():
             samples.set("forebay_drive_capacity_bytes", drive.capacity_regions * space.region_bytes, drive.name)
             samples.set("forebay_drive_reserved_bytes", drive.claimed_regions * space.region_bytes, drive.name)
@@ -278,6 +291,8 @@ class NodeMetrics:
             samples.set(name, counters[counter])
         for cause in _CAUSES:
             samples.set("forebay_removed_blocks_total", counters[f"blocks_{cause}"], cause)
+        for limit in _LIMITS:
+            samples.set("forebay_evicted_blocks_total", counters[f"evicted_for_{limit}"], limit)
         hits, keys = counters["match_hits"], counters["match_keys"]
         samples.set("forebay_lookup_keys_total", hits, "match", "hit")
         samples.set("forebay_lookup_keys_total", keys - hits, "match", "absent")

@@ -6,6 +6,7 @@ Values go in and out as plain Python; errors are those of `forebay.errors`.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -191,7 +192,7 @@ class Administration:
     def _namespace_views(self, namespaces: Iterable[Namespace]) -> list[NamespaceView]:
         space, writes = self._node.engine.space, self._node.writes
         blocks, pinned_bytes = self._count_blocks()
-        sessions = [s.namespace for s in self._node.sessions]
+        sessions = Counter(s.namespace for s in self._node.sessions)
         return [
             NamespaceView(
                 name=n.full_name,
@@ -208,7 +209,7 @@ class Administration:
                 pinned_bytes=pinned_bytes.get(n.id, 0),
                 reserved_bytes=space.reserved_bytes(n.id),
                 pending_bytes=writes.pending_bytes(n.id),
-                sessions=sessions.count(n.id),
+                sessions=sessions[n.id],
                 scopes=tuple(ScopeView(*row) for row in self._node.scope_usage(n.id)),
             )
             for n in namespaces

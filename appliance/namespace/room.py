@@ -50,6 +50,15 @@ class _Need:
     namespace: Namespace
     slot_bytes: int
     scope: int = _ANY
+    ahead: bool = False
+    """Nobody waits for it yet."""
+
+    @property
+    def limit(self) -> str:
+        """What is short, for the counters."""
+        if self.ahead:
+            return "watermark"
+        return "scope_quota" if self.scope != _ANY else "quota" if self.slot_bytes == _ANY else "space"
 
 
 class Room:
@@ -146,7 +155,7 @@ class Room:
                     return
                 count = min(-(-excess // tightest), _AHEAD_BATCH)
                 async with self._locks[namespace.id]:
-                    if not await self._evict(_Need(namespace, tightest), count):
+                    if not await self._evict(_Need(namespace, tightest, ahead=True), count):
                         return
         except ForebayError as error:
             _log.warning("namespace %s: eviction ahead of need stopped: %s", namespace.full_name, error)
@@ -170,6 +179,7 @@ class Room:
         if not victims.size:
             return False
         await self._blocks.retire(victims, self._blocks.keys_of(victims), "evicted")
+        self._e.counters[f"evicted_for_{need.limit}"] += len(victims)
         return True
 
     def _next_victims(self, need: _Need, count: int) -> Rows:
@@ -230,4 +240,5 @@ class Room:
         _log.info("namespace %s: a region of another slot size is evicted for %d", namespace.full_name, slot_bytes)
         if best[1].size:
             await self._blocks.retire(best[1], self._blocks.keys_of(best[1]), "evicted")
+            e.counters["evicted_for_space"] += len(best[1])
         return await self._reclaim_and_claim(namespace.id, slot_bytes)

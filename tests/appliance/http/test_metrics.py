@@ -13,7 +13,10 @@ from tests.appliance.http.conftest import NodeMaker, Served, eventually
 
 ROOT = Path(__file__).resolve().parents[3]
 SPECS = {spec.name: spec for spec in METRICS}
-BOUNDED = {"namespace", "drive", "state", "protocol", "method", "outcome", "call", "cause", "node", "version"}
+BOUNDED = {"namespace", "drive", "state", "protocol", "method", "outcome", "call", "cause", "limit"} | {
+    "node",
+    "version",
+}
 
 
 class Scrape:
@@ -107,6 +110,24 @@ def test_numbers_follow_what_happens(node: Served) -> None:
     assert during.value("forebay_target_process_open_fds") > 0
     removed = "forebay_removed_blocks_total"
     assert after.value(removed, cause="deleted") - before.value(removed, cause="deleted") == 1
+
+
+def test_evictions_name_what_was_short(node: Served, http: httpx.Client) -> None:
+    http.post("/v1/namespaces", json={"name": "acme/small", "quota_bytes": 1 << 20}).raise_for_status()
+    before = Scrape(node)
+    with node.connect("acme/small") as client:
+        for number in range(24):
+            client.put([b"%d" % number], [bytes(60_000)])
+    after = Scrape(node)
+    removed = "forebay_removed_blocks_total"
+    evicted = after.value(removed, cause="evicted") - before.value(removed, cause="evicted")
+    by_limit = {
+        limit: after.value("forebay_evicted_blocks_total", limit=limit)
+        - before.value("forebay_evicted_blocks_total", limit=limit)
+        for limit in ("watermark", "quota", "space", "scope_quota")
+    }
+    assert evicted >= 8 and by_limit["watermark"] + by_limit["quota"] == sum(by_limit.values()) == evicted
+    assert after.value("forebay_namespace_used_bytes", namespace="acme/small") <= 1 << 20
 
 
 def test_metrics_can_be_left_to_administrators(start: NodeMaker) -> None:
