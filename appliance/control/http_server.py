@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +56,8 @@ class HttpServer:
             found = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             sock = socket.create_server(found[0][4][:2], family=found[0][0], backlog=_BACKLOG)
         except OSError as e:
-            raise ConfigInvalid(f"cannot listen on {listen}: {e.strerror}", field="http.listen") from e
+            why = os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror
+            raise ConfigInvalid(f"cannot listen on {listen}: {why}", field="http.listen") from e
         self._serving = asyncio.create_task(self._server.serve([sock]), name="http server")
         return int(sock.getsockname()[1])
 

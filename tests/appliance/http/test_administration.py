@@ -8,8 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from forebay.errors import NamespaceNotFound, Unauthenticated
-from tests.appliance.http.conftest import Served, eventually
+from forebay.appliance.control.http_server import HttpServer
+from forebay.appliance.settings import Endpoint
+from forebay.errors import ConfigInvalid, NamespaceNotFound, Unauthenticated
+from tests.appliance.http.conftest import NodeMaker, Served, eventually
 
 
 def refused(answer: httpx.Response, status: int, error: str, field: str = "") -> dict[str, Any]:
@@ -195,3 +197,23 @@ def test_sessions_are_listed_to_a_limit(node: Served, http: httpx.Client) -> Non
         assert first is not second
         eventually(lambda: len(http.get("/v1/sessions").json()) >= 2, "both sessions")
         assert len(http.get("/v1/sessions", params={"limit": 1}).json()) == 1
+
+
+def test_a_node_without_http_listens_nowhere_for_it(start: NodeMaker) -> None:
+    node = start("[http]\nenabled = false\n")
+    assert "http" not in node.about and "http://" not in node.log.read_text()
+    with node.admin() as admin:
+        assert admin.status().target_pid
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "no.such.host.invalid"])
+def test_an_address_that_cannot_be_had_is_named(host: str) -> None:
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigInvalid, match="cannot listen on") as caught:
+            HttpServer(nothing).start(Endpoint(host, port))
+    assert caught.value.field == "http.listen"
+
+
+async def nothing(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError("nobody asks")
