@@ -33,8 +33,9 @@ from forebay.schema import TileLayout
 
 __all__ = ["Reader", "verdict"]
 
-_BRIDGE_BYTES = 16 << 10
-"""Tiles this close together come by one command, with what lies between them thrown away."""
+_BRIDGE_BYTES = 32 << 10
+"""Tiles this close together come by one command, with what lies between them thrown away: on loopback every second tile
+of 4 KiB then takes a third of the time, every second of 32 KiB two thirds. Over a network the bytes weigh more."""
 
 
 def verdict(
