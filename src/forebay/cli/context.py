@@ -11,16 +11,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from forebay.errors import Unauthenticated, Unavailable
+from forebay.errors import ForebayError, Unauthenticated, Unavailable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from forebay.client import Admin, Client
 
-__all__ = ["Session", "connection_options", "console", "json_option", "pass_session", "session_of"]
+__all__ = [
+    "Session",
+    "complete_namespace",
+    "connection_options",
+    "console",
+    "json_option",
+    "pass_session",
+    "session_of",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+_COMPLETION_MS = 200
+"""How long a node may take to tell names for completion: a person waits at the Tab key."""
 
 DEFAULT_NAMESPACE = "default/default"
 DEFAULT_DATA = "~/.local/share/forebay"
@@ -119,6 +130,18 @@ def session_of(ctx: click.Context) -> Session:
     return session
 
 
+def complete_namespace(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Names of namespaces, when a node answers at once; else none."""
+    try:
+        url, token = session_of(ctx).locate()
+        from forebay.client import Admin
+
+        with Admin(url, token=token, deadline_ms=_COMPLETION_MS) as admin:
+            return [info.name for info in admin.list_namespaces() if info.name.startswith(incomplete)]
+    except ForebayError:
+        return []
+
+
 pass_session = click.make_pass_decorator(Session, ensure=True)
 
 
@@ -144,7 +167,14 @@ _NODE: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("--data",), {"metavar": "DIR", "help": f"Data directory of a node on this host. [default: {DEFAULT_DATA}]"}),
 ]
 _DATA: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-    (("-n", "--namespace"), {"metavar": "TENANT/NAME", "help": f"KV namespace. [default: {DEFAULT_NAMESPACE}]"}),
+    (
+        ("-n", "--namespace"),
+        {
+            "metavar": "TENANT/NAME",
+            "help": f"KV namespace. [default: {DEFAULT_NAMESPACE}]",
+            "shell_complete": complete_namespace,
+        },
+    ),
     (("--generation",), {"type": click.IntRange(0, (1 << 64) - 1), "help": "Generation of the weights. [default: 0]"}),
 ]
 

@@ -33,6 +33,7 @@ from forebay.errors import (
 __all__ = [
     "ABSENT",
     "INTERRUPTED",
+    "MEANINGS",
     "OK",
     "REFUSED",
     "UNAVAILABLE",
@@ -57,6 +58,17 @@ WRONG_BYTES = 5
 """Bytes or metadata were not what was stored."""
 INTERRUPTED = 130
 """Ctrl-C, as shells report it."""
+
+MEANINGS = {
+    OK: "done",
+    ABSENT: "something asked for is not there (a miss)",
+    USAGE: "the command line or an argument is wrong",
+    REFUSED: "refused: token, permission, quota, space, name or directory taken",
+    UNAVAILABLE: "the node is unavailable, busy or failed",
+    WRONG_BYTES: "bytes or metadata are not what was stored",
+    INTERRUPTED: "interrupted with Ctrl-C",
+}
+"""What each code says, for help and documentation."""
 
 _T = TypeVar("_T")
 

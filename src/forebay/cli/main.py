@@ -9,9 +9,11 @@ from typing import NoReturn
 import click
 
 import forebay
-from forebay.cli import blocks, namespaces, node, principals
+from forebay.cli import blocks, events, manual, namespaces, node, principals, sessions
+from forebay.cli.bench.command import bench
 from forebay.cli.context import Session, connection_options, pass_session
 from forebay.cli.demo.command import demo
+from forebay.cli.doctor.command import doctor
 from forebay.cli.exits import INTERRUPTED, OK, UNAVAILABLE, USAGE, advice, exit_code
 from forebay.cli.teaching import Group
 from forebay.errors import ForebayError
@@ -52,7 +54,20 @@ def cli(session: Session, debug: bool) -> None:
     session.debug = debug
 
 
-for _command in (node.serve, node.status, *blocks.COMMANDS, namespaces.namespace, principals.principal, demo):
+for _command in (
+    node.serve,
+    node.status,
+    *blocks.COMMANDS,
+    events.events,
+    sessions.sessions,
+    namespaces.namespace,
+    principals.principal,
+    bench,
+    doctor,
+    demo,
+    manual.help_,
+    manual.completion,
+):
     cli.add_command(_command)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from forebay.cli.context import Session, connection_options, json_option, pass_session
-from forebay.cli.exits import OK
-from forebay.cli.sizes import format_size, format_time, size
+from forebay.cli.context import Session, complete_namespace, connection_options, json_option, pass_session
+from forebay.cli.exits import ABSENT, OK, REFUSED, UNAVAILABLE, USAGE
+from forebay.cli.sizes import duration, format_duration, format_size, format_time, size
 from forebay.cli.teaching import Group
 from forebay.errors import InvalidArgument, NamespaceNotFound
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = ["namespace"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _fields(info: Any) -> dict[str, Any]:
@@ -28,6 +31,7 @@ def _fields(info: Any) -> dict[str, Any]:
         "eviction": info.eviction,
         "min_generation": info.min_generation,
         "retention_ms": info.retention_ms,
+        "ttl_ms": info.ttl_ms,
         "used_bytes": info.used_bytes,
         "pending_bytes": info.pending_bytes,
         "pinned_bytes": info.pinned_bytes,
@@ -35,6 +39,7 @@ def _fields(info: Any) -> dict[str, Any]:
         "blocks": info.blocks,
         "sessions": info.sessions,
         "created_unix_ms": info.created_unix_ms,
+        "scopes": [{"scope": s.scope, "quota_bytes": s.quota_bytes, "used_bytes": s.used_bytes} for s in info.scopes],
     }
 
 
@@ -49,46 +54,74 @@ def _show(info: dict[str, Any], out: Console) -> None:
         f"  durability  {info['durability']}\n"
         f"  eviction    {info['eviction']}\n"
         f"  generation  {info['min_generation']} at least\n"
+        f"  retention   {_duration(info['retention_ms'], 'no promise')}\n"
+        f"  ttl         {_duration(info['ttl_ms'], 'none: blocks stay until they are evicted or removed')}\n"
         f"  sessions    {info['sessions']}\n"
         f"  created     {format_time(info['created_unix_ms'])}"
     )
+    for scope in info["scopes"]:
+        bound = f" of {format_size(scope['quota_bytes'])}" if scope["quota_bytes"] else ""
+        out.print(f"  scope       {scope['scope']}: {format_size(scope['used_bytes'])}{bound}", soft_wrap=True)
 
 
-_POLICY = [
-    click.option(
-        "--quota",
-        "quota_bytes",
-        type=size,
-        metavar="SIZE",
-        help="Bytes it may hold at most; 0: only the node's capacity.",
-    ),
-    click.option(
-        "--durability",
-        type=click.Choice(["flush", "verify", "volatile"]),
-        help="flush: acknowledged is on stable media. verify: faster; checked before use after an unclean stop. "
+def _duration(count_ms: int, none: str) -> str:
+    return format_duration(count_ms) if count_ms else none
+
+
+# Option, its type, how its value is written, what it says, and what `create` takes without it.
+_POLICY: list[tuple[tuple[str, ...], Any, str | None, str, str]] = [
+    (("--quota", "quota_bytes"), size, "SIZE", "Bytes it may hold at most; 0: only the node's capacity.", "0"),
+    (
+        ("--durability",),
+        click.Choice(["flush", "verify", "volatile"]),
+        None,
+        "flush: acknowledged is on stable media. verify: faster; checked before use after an unclean stop. "
         "volatile: may vanish.",
+        "flush",
     ),
-    click.option(
-        "--eviction",
-        type=click.Choice(["lru", "none"]),
-        help="lru: old blocks make room for new ones. none: a full namespace refuses.",
+    (
+        ("--eviction",),
+        click.Choice(["lru", "none"]),
+        None,
+        "lru: old blocks make room for new ones. none: a full namespace refuses.",
+        "lru",
     ),
-    click.option("--min-generation", type=click.IntRange(0), help="Blocks of older weights are no longer served."),
-    click.option("--retention-ms", type=click.IntRange(0), help="Keep blocks at least this long where room allows."),
+    (("--min-generation",), click.IntRange(0), None, "Blocks of older weights are no longer served.", "0"),
+    (
+        ("--retention", "retention_ms"),
+        duration,
+        "TIME",
+        "Keep blocks at least this long where room allows, for example 10m; 0: no promise.",
+        "0",
+    ),
+    (
+        ("--ttl", "ttl_ms"),
+        duration,
+        "TIME",
+        "Blocks are not found any more this long after they were stored, for example 1h; 0: for ever.",
+        "0",
+    ),
 ]
 
 
-def _policy_options(function: Any) -> Any:
-    for option in reversed(_POLICY):
-        function = option(function)
-    return function
+def _policy_options(*, creating: bool) -> Callable[[_F], _F]:
+    def decorate(function: _F) -> _F:
+        for names, kind, metavar, text, default in reversed(_POLICY):
+            told = f"{text} [default: {default if creating else 'as it is'}]"
+            function = click.option(*names, type=kind, metavar=metavar, help=told)(function)
+        return function
+
+    return decorate
+
+
+_name_argument = click.argument("name", metavar="TENANT/NAME", shell_complete=complete_namespace)
 
 
 def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-@click.group(cls=Group, short_help="Manage KV namespaces.")
+@click.group(cls=Group, short_help="Manage KV namespaces.", see=("forebay help namespaces", "forebay principal"))
 def namespace() -> None:
     """Create, list, change and remove KV namespaces (TENANT/NAME).
 
@@ -100,10 +133,12 @@ def namespace() -> None:
     examples=[
         "forebay namespace create acme/chat",
         "forebay namespace create acme/chat --quota 200GiB --durability verify",
-    ]
+        "forebay namespace create acme/scratch --ttl 1h --eviction lru",
+    ],
+    see=("forebay help namespaces", "forebay help durability", "forebay principal grant"),
 )
 @click.argument("name", metavar="TENANT/NAME")
-@_policy_options
+@_policy_options(creating=True)
 @connection_options()
 @json_option
 @pass_session
@@ -115,7 +150,11 @@ def create(session: Session, /, name: str, **policy: Any) -> int:
     return OK
 
 
-@namespace.command("ls", examples=["forebay namespace ls"])
+@namespace.command(
+    "ls",
+    examples=["forebay namespace ls", "forebay namespace ls --json"],
+    see=("forebay namespace show", "forebay top"),
+)
 @connection_options()
 @json_option
 @pass_session
@@ -143,8 +182,12 @@ def list_(session: Session) -> int:
     return OK
 
 
-@namespace.command(examples=["forebay namespace show default/default"])
-@click.argument("name", metavar="TENANT/NAME")
+@namespace.command(
+    examples=["forebay namespace show default/default"],
+    exits=(OK, ABSENT, USAGE, REFUSED, UNAVAILABLE),
+    see=("forebay namespace set", "forebay namespace scope-quota", "forebay help namespaces"),
+)
+@_name_argument
 @connection_options()
 @json_option
 @pass_session
@@ -161,10 +204,15 @@ def show(session: Session, name: str) -> int:
 
 @namespace.command(
     "set",
-    examples=["forebay namespace set acme/chat --quota 400GiB", "forebay namespace set acme/chat --min-generation 7"],
+    examples=[
+        "forebay namespace set acme/chat --quota 400GiB --ttl 7d",
+        "forebay namespace set acme/chat --min-generation 7",
+    ],
+    exits=(OK, ABSENT, USAGE, REFUSED, UNAVAILABLE),
+    see=("forebay namespace show", "forebay help namespaces"),
 )
-@click.argument("name", metavar="TENANT/NAME")
-@_policy_options
+@_name_argument
+@_policy_options(creating=False)
 @connection_options()
 @json_option
 @pass_session
@@ -179,8 +227,39 @@ def set_(session: Session, /, name: str, **policy: Any) -> int:
     return OK
 
 
-@namespace.command(examples=["forebay namespace rm acme/old --force"])
-@click.argument("name", metavar="TENANT/NAME")
+@namespace.command(
+    "scope-quota",
+    examples=[
+        "forebay namespace scope-quota acme/chat user-42 10GiB",
+        "forebay namespace scope-quota acme/chat user-42 0",
+    ],
+    exits=(OK, ABSENT, USAGE, REFUSED, UNAVAILABLE),
+    see=("forebay namespace show", "forebay principal grant"),
+)
+@_name_argument
+@click.argument("scope")
+@click.argument("quota", type=size, metavar="SIZE")
+@connection_options()
+@json_option
+@pass_session
+def scope_quota(session: Session, name: str, scope: str, quota: int) -> int:
+    """Bound what the blocks of one SCOPE, an end tenant of an engine, may take in a namespace. SIZE 0 lifts the bound.
+
+    A scope that is over its bound makes room among its own blocks, by the namespace's eviction; where it cannot,
+    writes of that scope are refused (quota_exceeded). `forebay namespace show` lists scopes with what they use.
+    """
+    with session.admin() as admin:
+        info = _fields(admin.set_scope_quota(name, scope, quota))
+    session.emit(info, lambda out: _show(info, out))
+    return OK
+
+
+@namespace.command(
+    examples=["forebay namespace rm acme/old --force"],
+    exits=(OK, ABSENT, USAGE, REFUSED, UNAVAILABLE),
+    see=("forebay namespace ls", "forebay rm"),
+)
+@_name_argument
 @click.option("--force", is_flag=True, help="Also when it holds blocks.")
 @connection_options()
 @json_option

@@ -8,7 +8,7 @@ import click
 
 from forebay.errors import ConfigInvalid
 
-__all__ = ["format_duration", "format_size", "format_time", "size"]
+__all__ = ["duration", "format_duration", "format_size", "format_time", "size"]
 
 
 def size(text: str) -> int:
@@ -19,6 +19,16 @@ def size(text: str) -> int:
         return parse_size_bytes(text)
     except ConfigInvalid as e:
         raise click.BadParameter(f"{text!r} is not a size: write 64MiB, 10GB or a number of bytes") from e
+
+
+def duration(text: str) -> int:
+    """A click parameter's type: milliseconds of ``500ms``, ``10s``, ``2m``, ``1h``, ``7d``, or ``0`` for none."""
+    from forebay.appliance.settings import parse_duration_ms
+
+    try:
+        return 0 if text == "0" else parse_duration_ms(text)
+    except ConfigInvalid as e:
+        raise click.BadParameter(f"{text!r} is not a duration: write 30s, 10m, 1h or 7d, or 0 for none") from e
 
 
 def format_size(count_bytes: float) -> str:

@@ -22,18 +22,22 @@ __all__ = ["TcpPeer", "send_all"]
 
 _HEADER = struct.Struct("<4sIQQ")
 _STAGING_BYTES = 16 << 20
+_MAX_PIECES = 1024
+"""IOV_MAX of Linux."""
 _GET, _PUT, _LOAD, _DATA = b"GET ", b"PUT ", b"LOAD", b"DATA"
 
 
 def send_all(sock: socket.socket, pieces: list[bytes | memoryview]) -> None:
     """All of ``pieces`` in one call, or what it takes."""
-    sent = sock.sendmsg(pieces)
-    for piece in pieces:
-        if sent < len(piece):
-            sock.sendall(memoryview(piece)[sent:])
-            sent = 0
-        else:
-            sent -= len(piece)
+    for first in range(0, len(pieces), _MAX_PIECES):
+        part = pieces[first : first + _MAX_PIECES]
+        sent = sock.sendmsg(part)
+        for piece in part:
+            if sent < len(piece):
+                sock.sendall(memoryview(piece)[sent:])
+                sent = 0
+            else:
+                sent -= len(piece)
 
 
 def _receive(sock: socket.socket, into: memoryview) -> None:
