@@ -443,6 +443,11 @@ class Client:
         return self._session.token
 
     @property
+    def incarnation(self) -> int:
+        """Which start of its daemon the node told last; a log of events (`watch`) is of one."""
+        return int(self._session.view.reply.incarnation)
+
+    @property
     def scope_ids(self) -> dict[str, int]:
         """The scope id of each scope that was named, for `BlockKey.scope`."""
         return dict(zip(self._session.opening.scopes, self._session.view.scope_ids, strict=False))
