@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
 from typing import Any
+from urllib.parse import parse_qsl
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -44,6 +45,7 @@ class _State:
 
     def __init__(self, allowed: str) -> None:
         self.allowed = allowed
+        """Methods of the path."""
         self.principal: Principal | None = None
         self.error: Exception | None = None
 
@@ -75,7 +77,7 @@ class Edge:
         if scope["type"] != "http":
             raise RuntimeError(f"a server that is set up for HTTP alone passed on {scope['type']}")
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        account, allowed = self._routed(scope)
+        route, account, allowed = self._routed(scope)
         call, code = self._calls.begin(account, headers), CANCELLED
         state = scope[_STATE] = _State(allowed)
         begun = False
@@ -99,6 +101,8 @@ class Edge:
                 try:
                     state.principal = self._calls.authenticate(call, headers.get("authorization"))
                     self._acl.need_admin(state.principal)
+                    if scope["path"] != "/metrics":  # scrapers have parameters of their own
+                        _check_query(scope, route)
                     body = await _body(headers, receive)
                     await self._app(scope, _replayed(body, receive), sending)
                 finally:
@@ -115,16 +119,25 @@ class Edge:
         finally:
             self._calls.end(call, code)
 
-    def _routed(self, scope: Scope) -> tuple[Account, str]:
-        """Where a request is counted, and the methods that its path has."""
-        account, allowed = self._other, set[str]()
+    def _routed(self, scope: Scope) -> tuple[APIRoute | None, Account, str]:
+        """A request's route and where it is counted, and the methods that its path has."""
+        found, account, allowed = None, self._other, set[str]()
         for route, own in self._routes:
             match = route.matches(scope)[0]
             if match is not Match.NONE:
                 allowed |= route.methods or set()
             if match is Match.FULL:
-                account = own
-        return account, ", ".join(sorted(allowed))
+                found, account = route, own
+        return found, account, ", ".join(sorted(allowed))
+
+
+def _check_query(scope: Scope, route: APIRoute | None) -> None:
+    """Refuse parameters that a route does not have, since a misspelt one would silently mean nothing."""
+    known = {parameter.alias for parameter in route.dependant.query_params} if route is not None else set[str]()
+    for name, _ in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
+        if route is not None and name not in known:
+            limit = ", ".join(sorted(known)) or "none"
+            raise InvalidArgument(f"there is no parameter {name[:80]!r}", field=name[:80], limit=limit)
 
 
 async def _body(headers: Mapping[str, str], receive: Receive) -> bytes:

@@ -146,6 +146,11 @@ class TestTheEdge:
     def test_a_wrong_request_is_told_where(self, http: httpx.Client, body: Any, field: str) -> None:
         refused(http.post("/v1/namespaces", json=body), 400, "InvalidArgument", field)
 
+    @pytest.mark.parametrize("query", ["forse=true", "force=true&x=", "=1", "force=perhaps"])
+    def test_a_parameter_that_means_nothing_is_refused(self, http: httpx.Client, query: str) -> None:
+        refused(http.delete(f"/v1/namespaces/default/default?{query}"), 400, "InvalidArgument")
+        assert http.get("/v1/namespaces/default/default").status_code == 200
+
     def test_what_is_not_json_is_refused(self, http: httpx.Client) -> None:
         for content in (b"{", b"", b"\xff\xfe", b"null"):
             answer = http.post("/v1/namespaces", content=content, headers={"content-type": "application/json"})

@@ -15,7 +15,7 @@ from tests.appliance.http.conftest import Served
 from tests.conftest import LONG
 
 PROFILE = settings(
-    max_examples=200 if LONG else 8, deadline=None, derandomize=not LONG, suppress_health_check=list(HealthCheck)
+    max_examples=60 if LONG else 8, deadline=None, derandomize=not LONG, suppress_health_check=list(HealthCheck)
 )
 
 
