@@ -22,11 +22,12 @@ from forebay.errors import (
     AlreadyExists,
     DeadlineExceeded,
     InvalidArgument,
+    KeySize,
     PermissionDenied,
     StaleIncarnation,
     StaleMap,
 )
-from forebay.ids import BlockKey, HostIdentity, split_stored_key
+from forebay.ids import MAX_KEY_BYTES, BlockKey, HostIdentity, split_stored_key
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import keys_from_proto, keys_to_proto, pack, rows16, unpack
 
@@ -253,6 +254,14 @@ class DataCalls:
             raise InvalidArgument(f"limit {request.limit}", field="limit", limit=f"0 to {_MAX_LIST}")
         if request.scope not in session.scopes:
             raise PermissionDenied(f"scope id {request.scope} is not one of the session's", field="scope")
+        groups = len(session.schema.groups)
+        if request.group >= groups:
+            raise InvalidArgument(
+                f"group {request.group} is not in the schema", field="group", limit=f"0 to {groups - 1}"
+            )
+        for name in ("prefix", "after"):
+            if len(getattr(request, name)) > MAX_KEY_BYTES:
+                raise KeySize(f"{name} is longer than a key", field=name, limit=f"0 to {MAX_KEY_BYTES}")
         page, following = self._node.blocks.listing(
             session,
             group=request.group,
@@ -330,9 +339,7 @@ class DataCalls:
             known = [session.writes.get(w) for w in write_ids]
             counts = [w.layout.tiles if w is not None else 0 for w in known]
             if None in known:  # a repeated commit: its grid is gone, and not needed
-                spare = len(sums) - sum(counts)
-                share = known.count(None)
-                counts = [c if w is not None else spare // share for c, w in zip(counts, known, strict=True)]
+                counts[known.index(None)] = max(0, len(sums) - sum(counts))
             tiles = [t for count in counts for t in range(count)]
         if sum(counts) != len(sums) or not write_ids:
             raise InvalidArgument(
@@ -391,6 +398,8 @@ class DataCalls:
         while (left_ms := until_ms - clock.monotonic_ms()) > 0:
             found, after = events.since(after, session.namespace)
             mine = [e for e in found if not e.stored_key or split_stored_key(e.stored_key)[3].scope in session.scopes]
+            self._node.blocks.require_open(session)  # session and rights may have gone since
+            session.access.need("read")
             if mine:
                 yield pb.WatchReply(log=events.log, events=[_event(e) for e in mine])
             try:

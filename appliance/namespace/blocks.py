@@ -154,7 +154,7 @@ class Blocks:
             )
 
     @staticmethod
-    def _alive(session: Session) -> None:
+    def require_open(session: Session) -> None:
         """Refuse a session that ended since its call was let in: what it got now nobody would take back."""
         if session.state is not SessionState.OPEN:
             raise SessionExpired("the session ended while the call ran", field="context.session")
@@ -163,7 +163,7 @@ class Blocks:
         self, session: Session, keys: Sequence[BlockKey], *, expired: bool = False
     ) -> tuple[list[StoredKey], npt.NDArray[np.uint64], Rows]:
         """Stored keys, digests and rows of a batch; a block whose time to live is over only by ``expired``."""
-        self._alive(session)
+        self.require_open(session)
         self.admit(session)
         stored = session.stored_keys(keys)
         digests = self._e.index.digests(stored)
@@ -210,7 +210,7 @@ class Blocks:
         suspects = np.flatnonzero((rows >= 0) & (index.state[rows] == RowState.SUSPECT))
         if suspects.size:
             bad = await self.verify(rows[suspects], [stored[i] for i in suspects.tolist()])
-            self._alive(session)  # time passed while the target read, and others moved
+            self.require_open(session)  # time passed while the target read, and others moved
             self.admit(session)
             rows = self._fresh(index.find(digests), session)
             status = np.where(rows >= 0, OK, Absent.code).astype(np.uint16)

@@ -6,6 +6,7 @@ serve follows from it and is replayed against the target whenever that restarts.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
@@ -202,6 +203,7 @@ class DesiredState:
         self.scopes = _Table(store, "scope", Scope)
         self.scope_quotas = _Table(store, "scope_quota", ScopeQuota)
         self._store = store
+        self._naming = asyncio.Lock()
         self._next_id = int.from_bytes(store.get("meta", b"next_id") or b"\x01", "big")
 
     async def new_id(self) -> int:
@@ -224,10 +226,11 @@ class DesiredState:
         if name in ("", "default"):
             return 0
         check_name(name, "scope")
-        scope = self.scopes.get(name)
-        if scope is None:
-            scope = Scope(name, await self.new_id())
-            await self.scopes.put(scope)
+        async with self._naming:  # or two that use a new scope at once would store under two ids
+            scope = self.scopes.get(name)
+            if scope is None:
+                scope = Scope(name, await self.new_id())
+                await self.scopes.put(scope)
         return scope.id
 
     async def add_principal(self, principal: Principal) -> None:

@@ -30,6 +30,7 @@ __all__ = ["Room", "Watermarks"]
 _log = logging.getLogger(__name__)
 _MIN_VICTIMS = 64
 _EVICT_AHEAD = 16
+_AHEAD_SHARE = 64
 _AHEAD_BATCH = 256
 _NO_QUOTA_BYTES = 1 << 62
 _ANY = -1  # victims of every slot size (a quota is in bytes), or of every scope
@@ -175,7 +176,7 @@ class Room:
         """Evict ``count`` blocks, some more for the next writers to come; False if none could go."""
         if need.namespace.eviction == Eviction.NONE:
             return False
-        victims = self._next_victims(need, max(count, _EVICT_AHEAD))
+        victims = self._next_victims(need, count)
         if not victims.size:
             return False
         await self._blocks.retire(victims, self._blocks.keys_of(victims), "evicted")
@@ -183,15 +184,23 @@ class Room:
         return True
 
     def _next_victims(self, need: _Need, count: int) -> Rows:
+        """``count`` blocks, and up to `_EVICT_AHEAD` while those beyond ``count`` are a small part of all there is."""
+        spare_bytes = self._e.space.used_bytes(need.namespace.id) // _AHEAD_SHARE
         waiting = self._victims.setdefault((need.namespace.id, need.slot_bytes, need.scope), deque())
         chosen: dict[int, None] = {}
         for scan in (False, True):
             if scan:
-                waiting.extend(self._scan(need, count))
-            while waiting and len(chosen) < count:
+                waiting.extend(self._scan(need, max(count, _EVICT_AHEAD)))
+            while waiting and len(chosen) < max(count, _EVICT_AHEAD):
                 row, tick = waiting.popleft()
-                if self._e.index.tick[row] == tick and self._candidates(need, np.array([row])).size:
-                    chosen[row] = None
+                if self._e.index.tick[row] != tick or not self._candidates(need, np.array([row])).size:
+                    continue
+                if len(chosen) >= count:
+                    spare_bytes -= int(self._e.index.length[row])
+                    if spare_bytes < 0:
+                        waiting.appendleft((row, tick))
+                        break
+                chosen[row] = None
             if chosen:
                 break
         return np.array(list(chosen), dtype=np.int64)

@@ -679,6 +679,18 @@ async def test_what_is_in_use_is_never_evicted(rig: Rig, how: str) -> None:
     rig.check()
 
 
+@pytest.mark.parametrize("blocks", [8, 512])
+@on_loop
+async def test_making_room_takes_a_small_part_of_what_there_is(rig: Rig, blocks: int) -> None:
+    await rig.start()
+    await rig.namespace(quota_bytes=blocks * len(VALUE))
+    m = await rig.open()
+    for i in range(blocks):
+        await rig.put(m, b"%d" % i, VALUE)
+    await rig.put(m, b"new", VALUE)
+    assert rig.node.engine.counters["blocks_evicted"] == max(1, blocks // 64 + 1)
+
+
 @on_loop
 async def test_a_value_that_no_quota_admits_evicts_nothing(rig: Rig) -> None:
     await rig.start()
@@ -901,7 +913,8 @@ async def test_under_flush_power_takes_nothing_that_was_acknowledged(rig: Rig) -
 
 
 @on_loop
-async def test_concurrent_first_uses_of_a_scope_get_one_id(rig: Rig) -> None:
+async def test_concurrent_first_uses_of_a_scope_get_one_id(durable_rig: Rig) -> None:
+    rig = durable_rig
     await rig.start()
     ids = await asyncio.gather(*[rig.node.state.scope_id("tenant") for _ in range(4)])
     assert len(set(ids)) == 1
