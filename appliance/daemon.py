@@ -117,6 +117,7 @@ class _Daemon:
         self._node: Node | None = None
         self._load = LoadEstimate()
         self._stopping = asyncio.Event()
+        self._loading: asyncio.Task[None] | None = None
         endpoint = config.trace.otlp_endpoint
         self._tracer = Tracer.to_collector(endpoint, config.name) if endpoint else None
 
@@ -173,11 +174,10 @@ class _Daemon:
                 *("--log-level", config.log.level, "--log-format", config.log.format),
             ),
         )
-        # the HTTP side takes longer to import than all the rest: meanwhile the target starts
-        loading = asyncio.create_task(asyncio.to_thread(_load_http)) if config.http.enabled else None
+        if config.http.enabled:
+            # it takes longer to import than all the rest: meanwhile target and engine start
+            self._loading = asyncio.create_task(asyncio.to_thread(_load_http))
         found = await supervisor.start()
-        if loading is not None:
-            await loading
         if found:
             _log.info("the target of an earlier start is still there, pid %s", supervisor.pid)
         rpc = JsonRpcClient(supervisor.socket, timeout_s=target_config.rpc_timeout_ms / 1000, tracer=self._tracer)
@@ -256,7 +256,8 @@ class _Daemon:
         http: HttpServer | None = None
         tasks = [asyncio.create_task(self._sweep(node)), asyncio.create_task(self._save_checkpoints(node))]
         try:
-            if config.http.enabled:
+            if self._loading is not None:
+                await self._loading
                 http = self._http(node, store, supervisor, calls, administration)
                 served["http"] = replace(config.http.listen, port=http.start(config.http.listen))
             await self._announce(node, supervisor, served)
