@@ -24,6 +24,7 @@ import numpy as np
 
 from forebay.appliance.namespace.blocks import Engine
 from forebay.checksum import crc32c
+from forebay.crashpoints import crash_point
 from forebay.errors import MetadataCorrupt
 from forebay.index import COLUMNS, BlockIndex, RowState
 
@@ -79,7 +80,9 @@ async def save_checkpoint(engine: Engine, path: Path, node_id: bytes, delete_fai
             _log.warning("no checkpoint: a delete could not be written")
             return False
         await run(None, _sync, file)
+    crash_point("checkpoint.before_rename")
     os.replace(unfinished, path)
+    crash_point("checkpoint.after_rename_before_forget")
     await engine.changes.forget(change)
     return True
 

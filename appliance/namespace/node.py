@@ -344,7 +344,9 @@ class Node:
             if volume.id in e.space.specs:
                 await e.target.remove_volume(e.space.specs[volume.id])
                 await e.space.drop_volume(volume.id)
+            crash_point("volume.after_regions_before_file_removed")
             self._files[volume.drive].remove(volume.id)
+            crash_point("volume.after_file_removed_before_record")
             await self.state.volumes.remove(volume.key)
         for quota in self.state.scope_quotas:
             if quota.namespace == namespace.id:

@@ -84,6 +84,10 @@ class SimTarget(Target):
         self.capabilities = Capabilities(fencing=fencing, barrier=True, per_host_visibility=True)
         self.barrier_result = barrier
         self.media: dict[VolumeId, mmap.mmap] = {}
+        self.strict = True
+        """Two grants for one place are an error, as at a real target; without, a second mistake can be seen."""
+        self.on_files = False
+        """Keep media in the volumes' files, so that they survive the process as they would a daemon's end."""
         self.journal = False
         """Keep what each write replaces, so that `lose_power` can take it back."""
         self.volumes: dict[VolumeId, VolumeSpec] = {}
@@ -224,7 +228,12 @@ class SimTarget(Target):
 
     def _serve(self, spec: VolumeSpec) -> None:
         self.volumes[spec.volume] = spec
-        if spec.volume not in self.media:
+        if spec.volume in self.media:
+            return
+        if self.on_files:
+            with open(spec.path, "r+b") as file:
+                self.media[spec.volume] = mmap.mmap(file.fileno(), spec.size_bytes)
+        else:
             self.media[spec.volume] = mmap.mmap(-1, spec.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     async def remove_volume(self, spec: VolumeSpec) -> None:
@@ -287,7 +296,9 @@ class SimTarget(Target):
 
     async def grant(self, grants: Sequence[WriteGrant]) -> None:
         await self._enter("grant")
-        for new in grants:
+        if not self.capabilities.fencing:
+            return
+        for new in grants if self.strict else ():
             for old in self.grants.values():
                 assert new == old or not _overlap(new.extent, old.extent), f"{new} overlaps {old}"
             self._served_extent(new.extent)
@@ -328,7 +339,9 @@ class SimTarget(Target):
         self._leave("release_region")
 
     def _forget(self, volume: VolumeId, offset_bytes: int, length_bytes: int) -> None:
-        self.media[volume].madvise(mmap.MADV_DONTNEED, offset_bytes, length_bytes)  # private memory reads zeros then
+        # both read as zeros then: private memory that is not needed, and a file with a hole
+        advice = mmap.MADV_REMOVE if self.on_files else mmap.MADV_DONTNEED
+        self.media[volume].madvise(advice, offset_bytes, length_bytes)
         end_bytes = offset_bytes + length_bytes
         self._unstable = [u for u in self._unstable if u[0] != volume or not offset_bytes <= u[1] < end_bytes]
 
