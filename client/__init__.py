@@ -27,6 +27,7 @@ from forebay.client.results import (
     ListedBlock,
     MatchResult,
     PutResult,
+    StatResult,
     TilesResult,
     WatchEvent,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "PutResult",
     "ScopeInfo",
     "SessionInfo",
+    "StatResult",
     "TilesResult",
     "WatchEvent",
     "WritePlan",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from forebay.client.results import BlockStat, WatchEvent
-from forebay.errors import OK, InvalidArgument, ProtocolError
+from forebay.client.results import BlockStat, StatResult, WatchEvent
+from forebay.errors import OK, InvalidArgument, ProtocolError, reason
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import rows16, unpack
 
@@ -20,11 +20,11 @@ def column(kind: str, data: bytes, field: str, count: int | None = None) -> list
         raise ProtocolError(f"the node's answer is malformed: {e.message}") from e
 
 
-def stats(reply: pb.StatReply, count: int) -> list[BlockStat | None]:
+def stats(reply: pb.StatReply, count: int) -> list[StatResult]:
     """The rows of Stat's answer. Raises `ProtocolError`."""
     status = column("u16", reply.status, "status", count)
     if all(status):
-        return [None] * count
+        return [StatResult(reason(code)) for code in status]
     columns = zip(
         column("u64", reply.value_lengths, "value_lengths", count),
         column("u64", reply.extent_lengths, "extent_lengths", count),
@@ -40,7 +40,7 @@ def stats(reply: pb.StatReply, count: int) -> list[BlockStat | None]:
     if len(reply.write_ids) != 16 * count:
         raise ProtocolError("the node's answer lacks write ids")
     write_ids = rows16(reply.write_ids, "write_ids")
-    return [
+    blocks = [
         BlockStat(
             length_bytes=row[0],
             extent_bytes=row[1],
@@ -53,10 +53,9 @@ def stats(reply: pb.StatReply, count: int) -> list[BlockStat | None]:
             offset_bytes=row[7],
             durability=_POLICIES.get(row[8], f"policy {row[8]}"),
         )
-        if status[i] == OK
-        else None
         for i, row in enumerate(columns)
     ]
+    return [StatResult(reason(code), block if code == OK else None) for code, block in zip(status, blocks, strict=True)]
 
 
 def event(log: int, message: pb.Event) -> WatchEvent:

@@ -16,7 +16,6 @@ from forebay.client.options import ClientOptions
 from forebay.client.plans import WritePlan, plan_values, value_lengths
 from forebay.client.reader import Reader
 from forebay.client.results import (
-    BlockStat,
     ClientStats,
     Describe,
     GetResult,
@@ -24,6 +23,7 @@ from forebay.client.results import (
     ListedBlock,
     MatchResult,
     PutResult,
+    StatResult,
     TilesResult,
     WatchEvent,
 )
@@ -58,7 +58,7 @@ _Blocks = list[BlockKey]
 _Reads = list[GetResult]
 _Writes = list[PutResult]
 _Words = list[str]
-_Stats = list[BlockStat | None]
+_Stats = list[StatResult]
 _Tiles = list[TilesResult]
 _PAGE = 1_000
 _WATCH_RETRY_MS = 200
@@ -344,7 +344,7 @@ class Client:
         )
 
     def stat(self, keys: Sequence[Key], *, deadline_ms: int | None = None) -> _Stats:
-        """What the node knows of each block; None where there is none, or the node does not answer."""
+        """What the node knows of each block, or why it tells nothing: ``absent``, ``unavailable``, ..."""
         blocks, until_ms = self._keys(keys), self._until(deadline_ms)
         columns = keys_to_proto(blocks)
         try:
@@ -354,8 +354,8 @@ class Client:
                 until_ms,
             )
             return stats(reply, len(blocks))
-        except ForebayError:
-            return [None] * len(blocks)
+        except ForebayError as e:
+            return [StatResult(reason(e.code))] * len(blocks)
 
     def list(
         self, prefix: bytes = b"", *, group: int = 0, scope: int = 0, deadline_ms: int | None = None

@@ -14,6 +14,7 @@ __all__ = [
     "ListedBlock",
     "MatchResult",
     "PutResult",
+    "StatResult",
     "TilesResult",
     "WatchEvent",
 ]
@@ -85,6 +86,14 @@ class BlockStat:
     volume: int
     offset_bytes: int
     durability: str
+
+
+@dataclass(frozen=True, slots=True)
+class StatResult:
+    """One key of a stat: ``ok`` and the block, or why there is none (``absent``) or none can be told."""
+
+    reason: str
+    block: BlockStat | None = None
 
 
 @dataclass(frozen=True, slots=True)

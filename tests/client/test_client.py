@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import forebay
-from forebay.client import Admin, Client, ClientOptions, Describe, Hints, NvmeTcpOptions
+from forebay.client import Admin, Client, ClientOptions, Describe, Hints, NvmeTcpOptions, StatResult
 from forebay.errors import (
     DuplicateKey,
     ForebayError,
@@ -199,9 +199,10 @@ def test_match(client: Client) -> None:
 def test_stat_pin_touch_delete(client: Client) -> None:
     client.put([b"life"], [bytes(5000)], hints=Hints(priority_class=2), describe=Describe([b""], 16, [7], "adapter"))
     assert client.pin([b"life", b"no such"]) == ["ok", "absent"]
-    stat, none = client.stat([b"life", b"no such"])
-    assert none is None
-    assert stat is not None
+    found, none = client.stat([b"life", b"no such"])
+    assert none == StatResult("absent")
+    stat = found.block
+    assert found.reason == "ok" and stat is not None
     assert (stat.length_bytes, stat.tiles, stat.pins, stat.durability) == (5000, 1, 1, "flush")
     assert stat.extent_bytes >= 8192
     assert len(stat.write_id) == 16

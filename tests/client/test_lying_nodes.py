@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forebay.client import Client, ClientOptions, NvmeTcpOptions
+from forebay.client import Client, ClientOptions, NvmeTcpOptions, StatResult
 from forebay.clock import ManualClock
 from forebay.errors import (
     Busy,
@@ -285,7 +285,7 @@ def test_a_node_that_went_away(node: ScriptedNode, stored: Client) -> None:
     assert reasons(stored) == ["unavailable"] * 3
     assert set(stored.match(KEYS).reasons) == {"unavailable"}
     assert [r.reason for r in stored.put([b"new"], [b"x"])] == ["unavailable"]
-    assert stored.stat(KEYS) == [None] * 3
+    assert stored.stat(KEYS) == [StatResult("unavailable")] * 3
     assert stored.delete(KEYS) == ["unavailable"] * 3
     assert stored.wait(KEYS, 100)[0] in ("unavailable", "deadline_exceeded")
 
@@ -394,9 +394,9 @@ def test_other_answers_that_make_no_sense(node: ScriptedNode, client: Client) ->
     node.answer["Match"] = set_field("prefix_groups", b"1")
     assert client.match(KEYS).reasons == ("protocol_error",) * 3
     assert client.delete(KEYS) == client.pin(KEYS) == client.touch(KEYS) == ["protocol_error"] * 3
-    assert client.stat(KEYS) == [None] * 3
+    assert client.stat(KEYS) == [StatResult("protocol_error")] * 3
     node.answer["Stat"] = set_field("status", bytes(6))
-    assert client.stat(KEYS) == [None] * 3
+    assert client.stat(KEYS) == [StatResult("protocol_error")] * 3
     node.answer["List"] = lambda _: pb.ListReply(keys=pb.Keys(data=b"abc", stride=2))
     with pytest.raises(ProtocolError):
         list(client.list())

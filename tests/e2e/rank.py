@@ -75,7 +75,8 @@ class Rank:
         """Store all KV heads, as an engine without other ranks; where each block is."""
         keys = block_keys(self.prompt)
         results = self.client.put(keys, [self.block(i) for i in range(self.blocks)])
-        places = [[found.volume, found.offset_bytes] for found in self.client.stat(keys) if found is not None]
+        blocks = [found.block for found in self.client.stat(keys)]
+        places = [[block.volume, block.offset_bytes] for block in blocks if block is not None]
         return {"reasons": [result.reason for result in results], "places": places}
 
     def load(self, prompt: list[int], rank: int, ranks: int) -> dict[str, Any]:

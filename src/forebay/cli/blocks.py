@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forebay.cli.context import Session, connection_options, console, json_option, pass_session
-from forebay.cli.exits import ABSENT, OK, error_of, worst
+from forebay.cli.exits import (
+    ABSENT,
+    OK,
+    REFUSED,
+    UNAVAILABLE,
+    USAGE,
+    WRONG_BYTES,
+    error_of,
+    worst,
+)
 from forebay.cli.keys import hex_option, key_fields, parse_key, parse_keys, show_key
 from forebay.cli.sizes import format_duration, format_size, format_time
 from forebay.cli.teaching import Command
@@ -26,6 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMANDS"]
 
+_KEYED = (OK, ABSENT, USAGE, REFUSED, UNAVAILABLE, WRONG_BYTES)
+"""How a command on keys can end."""
 _LONG_BYTES = 8 << 20
 """Values from here on show that something is going on."""
 
@@ -105,6 +116,7 @@ def _write_value(value: Any, target: str) -> None:
     cls=Command,
     short_help="Store a file.",
     examples=["forebay put weights/readme README.md", "tar c logs | forebay put logs.tar -"],
+    see=("forebay get", "forebay ls", "forebay help keys", "forebay help durability"),
 )
 @click.argument("key")
 @click.argument("file", metavar="FILE|-")
@@ -140,6 +152,8 @@ def put(session: Session, key: str, file: str, as_hex: bool) -> int:
     cls=Command,
     short_help="Read a value into a file.",
     examples=["forebay get weights/readme copy.md", "forebay get logs.tar - | tar t"],
+    exits=_KEYED,
+    see=("forebay put", "forebay match", "forebay help misses"),
 )
 @click.argument("key")
 @click.argument("file", metavar="FILE|-")
@@ -161,7 +175,13 @@ def get(session: Session, key: str, file: str, as_hex: bool) -> int:
     return OK
 
 
-@click.command(cls=Command, short_help="Ask which keys are stored.", examples=["forebay match block-0 block-1 block-2"])
+@click.command(
+    cls=Command,
+    short_help="Ask which keys are stored.",
+    examples=["forebay match block-0 block-1 block-2"],
+    exits=_KEYED,
+    see=("forebay get", "forebay stat", "forebay help misses"),
+)
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
 @hex_option
 @connection_options(data=True)
@@ -196,10 +216,16 @@ def match(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
     return worst(found.reasons)
 
 
-@click.command(cls=Command, short_help="List stored keys.", examples=["forebay ls", "forebay ls logs/ --json"])
+@click.command(
+    cls=Command,
+    short_help="List stored keys.",
+    examples=["forebay ls", "forebay ls logs/ --json"],
+    exits=(OK, ABSENT, USAGE, REFUSED, UNAVAILABLE),
+    see=("forebay stat", "forebay events", "forebay help keys"),
+)
 @click.argument("prefix", default="")
 @hex_option
-@click.option("--limit", type=click.IntRange(1), default=None, help="Stop after this many. [default: all]")
+@click.option("--limit", type=click.IntRange(1), default=None, help="Stop after this many keys. [default: all]")
 @connection_options(data=True)
 @json_option
 @pass_session
@@ -226,7 +252,13 @@ def ls(session: Session, prefix: str, as_hex: bool, limit: int | None) -> int:
     return OK
 
 
-@click.command(cls=Command, short_help="Show what is known of keys.", examples=["forebay stat weights/readme --json"])
+@click.command(
+    cls=Command,
+    short_help="Show what is known of keys.",
+    examples=["forebay stat weights/readme --json"],
+    exits=_KEYED,
+    see=("forebay match", "forebay ls", "forebay help durability"),
+)
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
 @hex_option
 @connection_options(data=True)
@@ -240,7 +272,7 @@ def stat(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
     names = parse_keys(keys, as_hex)
     with session.client() as client:
         found = client.stat(names)
-    rows = list(zip(names, found, strict=True))
+    rows = [(name, one.block, one.reason) for name, one in zip(names, found, strict=True)]
 
     def fields(stat: Any) -> dict[str, Any]:
         return {
@@ -257,13 +289,16 @@ def stat(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
         }
 
     document = {
-        "keys": [{**key_fields(k), "present": s is not None, **(fields(s) if s is not None else {})} for k, s in rows]
+        "keys": [
+            {**key_fields(k), "present": s is not None, "reason": reason, **(fields(s) if s is not None else {})}
+            for k, s, reason in rows
+        ]
     }
 
     def human(out: Console) -> None:
-        for name, stat in rows:
+        for name, stat, reason in rows:
             if stat is None:
-                out.print(f"{show_key(name)}\n  absent")
+                out.print(f"{show_key(name)}\n  {reason}", soft_wrap=True)
                 continue
             out.print(
                 f"{show_key(name)}\n"
@@ -275,7 +310,7 @@ def stat(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
             )
 
     session.emit(document, human)
-    return OK if all(s is not None for _, s in rows) else ABSENT
+    return worst(reason for _, _, reason in rows)
 
 
 def _each(session: Session, names: list[bytes], reasons: Sequence[str], done: str) -> int:
@@ -291,10 +326,18 @@ def _each(session: Session, names: list[bytes], reasons: Sequence[str], done: st
     return worst(reasons)
 
 
-def _batch(name: str, done: str, act: Callable[[Any, list[bytes]], Sequence[str]], text: str, example: str) -> Command:
+def _batch(
+    name: str,
+    done: str,
+    act: Callable[[Any, list[bytes]], Sequence[str]],
+    *,
+    text: str,
+    example: str,
+    see: Sequence[str],
+) -> Command:
     """A command that does one thing to each key."""
 
-    @click.command(name, cls=Command, help=text, examples=[example])
+    @click.command(name, cls=Command, help=text, examples=[example], exits=_KEYED, see=see)
     @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
     @hex_option
     @connection_options(data=True)
@@ -313,22 +356,25 @@ rm = _batch(
     "rm",
     "removed",
     lambda client, names: client.delete(names),
-    "Remove blocks. Reads under way finish first; the space is used again after that. Exits 1 when any key is absent.",
-    "forebay rm logs.tar weights/readme",
+    text="Remove blocks. Reads under way finish first; the space is used again after that.",
+    example="forebay rm logs.tar weights/readme",
+    see=("forebay ls", "forebay namespace rm", "forebay help misses"),
 )
 pin = _batch(
     "pin",
     "pinned",
     lambda client, names: client.pin(names, persistent=True),
-    "Keep blocks from being evicted. It lasts until `forebay unpin`. Pinned blocks count against quota and capacity.",
-    "forebay pin system-prompt",
+    text="Keep blocks from being evicted, until `forebay unpin`. Pinned blocks count against quota and capacity.",
+    example="forebay pin system-prompt",
+    see=("forebay unpin", "forebay stat", "forebay help namespaces"),
 )
 unpin = _batch(
     "unpin",
     "unpinned",
     lambda client, names: client.pin(names, pinned=False, persistent=True),
-    "Let pinned blocks be evicted again.",
-    "forebay unpin system-prompt",
+    text="Let pinned blocks be evicted again.",
+    example="forebay unpin system-prompt",
+    see=("forebay pin", "forebay stat"),
 )
 
 COMMANDS: tuple[click.Command, ...] = (put, get, match, ls, stat, rm, pin, unpin)
