@@ -6,41 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from forebay.cli.demo.node import DemoNode
-from forebay.cli.exits import ABSENT, OK, REFUSED, UNAVAILABLE, USAGE
+from forebay.cli.exits import ABSENT, REFUSED, UNAVAILABLE, USAGE
 from forebay.cli.main import run
-
-
-class Shell:
-    """Runs commands in this process as a user of the node's host would."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *argv: str, code: int = OK) -> str:
-        """Run, expect an exit code, and return standard output, or the one line of an error."""
-        found = run(argv)
-        captured = self._capsys.readouterr()
-        assert found == code, captured.err
-        if code >= USAGE:
-            assert captured.out == "" and len(captured.err.splitlines()) == 1
-            return captured.err
-        return captured.out
-
-    def json(self, *argv: str, code: int = OK) -> Any:
-        return json.loads(self(*argv, "--json", code=code))
-
-
-@pytest.fixture
-def forebay(node: DemoNode, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
-    for name in ("URL", "TOKEN", "NAMESPACE"):
-        monkeypatch.delenv(f"FOREBAY_{name}", raising=False)
-    monkeypatch.setenv("FOREBAY_DATA", str(node.data))
-    return Shell(capsys)
+from forebay.client import Client, StatResult, connect
+from tests.cli.shell import Shell
 
 
 def test_a_file_goes_in_and_comes_out(forebay: Shell, tmp_path: Path) -> None:
@@ -130,6 +103,14 @@ def test_stat(forebay: Shell, tmp_path: Path) -> None:
     assert "5000 bytes" in forebay("stat", "s")
 
 
+def test_stat_of_a_node_that_went_away_is_no_miss(
+    node: DemoNode, forebay: Shell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Client, "stat", lambda _client, keys: [StatResult("unavailable")] * len(keys))
+    assert run(["stat", "s", "t"]) == UNAVAILABLE
+    assert capsys.readouterr().out == "s\n  unavailable\nt\n  unavailable\n"
+
+
 def test_rm(forebay: Shell, tmp_path: Path) -> None:
     put(forebay, tmp_path, "r")
     outcome = forebay.json("rm", "r", "never", code=ABSENT)["keys"]
@@ -170,6 +151,33 @@ def test_namespaces(forebay: Shell, tmp_path: Path) -> None:
     assert forebay.json("namespace", "rm", "acme/chat", "--force")["blocks"] == 1
 
 
+def test_time_to_live(forebay: Shell) -> None:
+    made = forebay.json("namespace", "create", "acme/scratch", "--ttl", "1h", "--retention", "10m")
+    assert (made["ttl_ms"], made["retention_ms"]) == (3_600_000, 600_000)
+    assert "ttl         1 h 0 min" in forebay("namespace", "show", "acme/scratch")
+    assert forebay.json("namespace", "set", "acme/scratch", "--ttl", "0")["ttl_ms"] == 0
+    assert "blocks stay" in forebay("namespace", "show", "acme/scratch")
+    forebay("namespace", "rm", "acme/scratch")
+
+
+def test_quotas_of_scopes(forebay: Shell) -> None:
+    bounded = forebay.json("namespace", "scope-quota", "default/default", "user-42", "64MiB")
+    assert {"scope": "user-42", "quota_bytes": 64 << 20, "used_bytes": 0} in bounded["scopes"]
+    assert "user-42: 0 B of 64 MiB" in forebay("namespace", "show", "default/default")
+    lifted = forebay.json("namespace", "scope-quota", "default/default", "user-42", "0")
+    assert "user-42" not in {s["scope"] for s in lifted["scopes"]}
+    forebay("namespace", "scope-quota", "no/such", "user-42", "1GiB", code=ABSENT)
+
+
+def test_sessions(forebay: Shell, node: DemoNode) -> None:
+    with connect(node.url, token=node.token):
+        (found,) = forebay.json("sessions", "default/default")["sessions"]
+        assert (found["principal"], found["namespace"], found["state"]) == ("admin", "default/default", "open")
+        assert len(found["session"]) == 32 and found["hosts"] == 1 and found["age_ms"] >= found["idle_ms"] >= 0
+        assert "default/default" in forebay("sessions")
+        assert forebay.json("sessions", "--principal", "nobody")["sessions"] == []
+
+
 def test_unknown_namespaces(forebay: Shell) -> None:
     forebay("namespace", "show", "no/such", code=ABSENT)
     forebay("ls", "-n", "no/such", code=ABSENT)
@@ -202,7 +210,14 @@ def test_principals(forebay: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_status(forebay: Shell, node: DemoNode) -> None:
     found = forebay.json("status")
     assert found["target"]["kind"] == "embedded" and "fencing" in found["target"]["capabilities"]
-    assert found["capacity_bytes"] == 512 << 20 and found["drives"] and found["uptime_ms"] >= 0
+    assert found["capacity_bytes"] == 512 << 20 and found["uptime_ms"] >= 0
+    assert [d["io"] in ("direct", "buffered", "mmap") for d in found["drives"]] == [True]
+    forebay("put", "moved", __file__)
+    forebay("get", "moved", "-")
+    moved = forebay.json("status")
+    size = Path(__file__).stat().st_size
+    assert moved["written_bytes"] >= found["written_bytes"] + size and moved["read_bytes"] > found["read_bytes"]
+    assert moved["target"]["restarts"] == 0
     told = json.loads((node.data / "node.json").read_text())
     assert found["incarnation"] == f"{told['incarnation']:016x}" or found["node"] == told["node"]
     text = forebay("status")

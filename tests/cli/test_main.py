@@ -43,10 +43,16 @@ def test_every_command_explains_itself(path: tuple[str, ...], capsys: pytest.Cap
     if not isinstance(command, click.Group):
         assert "Example" in text and f"  forebay {' '.join(path)}" in text
         assert all(len(line) <= 100 for line in text.splitlines())
+        assert "Exit codes:" in text and "See also:" in text
+        for option in command.params:
+            if isinstance(option, click.Option) and not option.is_flag and option.name != "token":
+                told = (option.help or "").lower()
+                assert option.show_default or "default" in told, (path, option.name)
 
 
 def test_commands_that_list_or_report_have_json() -> None:
-    without = {"serve", "get", "namespace", "principal"}  # get writes the value itself
+    # get writes the value itself; help and completion are text for a person and for a shell
+    without = {"serve", "get", "namespace", "principal", "help", "completion"}
     for path in commands():
         command: click.Command = cli
         for name in path:

@@ -14,8 +14,9 @@ from forebay.cli.bench.command import bench
 from forebay.cli.context import Session, connection_options, pass_session
 from forebay.cli.demo.command import demo
 from forebay.cli.doctor.command import doctor
-from forebay.cli.exits import INTERRUPTED, OK, UNAVAILABLE, USAGE, advice, exit_code
+from forebay.cli.exits import INTERRUPTED, MEANINGS, OK, UNAVAILABLE, USAGE, advice, exit_code
 from forebay.cli.teaching import Group
+from forebay.cli.top.command import top
 from forebay.errors import ForebayError
 
 __all__ = ["cli", "main", "run"]
@@ -31,15 +32,8 @@ __all__ = ["cli", "main", "run"]
     ],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     cls=Group,
-    epilog="""\b
-Exit codes:
-  0  done
-  1  something asked for is not there (a miss)
-  2  the command line or an argument is wrong
-  3  refused: token, permission, quota, space, name or directory taken
-  4  the node is unavailable, busy or failed
-  5  bytes or metadata are not what was stored
-""",
+    see=("forebay help TOPIC", "docs/cli.md"),
+    exits=MEANINGS,
 )
 @connection_options(data=True, environment=True)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
@@ -57,6 +51,7 @@ def cli(session: Session, debug: bool) -> None:
 for _command in (
     node.serve,
     node.status,
+    top,
     *blocks.COMMANDS,
     events.events,
     sessions.sessions,

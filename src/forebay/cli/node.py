@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from forebay.cli.context import Session, connection_options, json_option, pass_session
-from forebay.cli.exits import OK
+from forebay.cli.exits import OK, REFUSED, UNAVAILABLE, USAGE, WRONG_BYTES
 from forebay.cli.sizes import format_duration, format_size, size
 from forebay.cli.teaching import Command
 
@@ -26,13 +26,26 @@ __all__ = ["serve", "status"]
         "forebay serve --config /etc/forebay.toml",
         "forebay serve --config /etc/forebay.toml --print-config",
     ],
+    exits=(OK, USAGE, REFUSED, UNAVAILABLE, WRONG_BYTES),
+    see=("forebay doctor", "forebay status", "docs/config.md", "forebay help durability"),
 )
 @click.option(
-    "--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="TOML file (docs/config.md)."
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="TOML file (docs/config.md). [default: built-in values]",
 )
-@click.option("--data", metavar="DIR", help="Data directory: metadata, volumes, the admin token. Created if absent.")
-@click.option("--capacity", type=size, metavar="SIZE", help="Space for blocks, for example 100GiB.")
-@click.option("--listen", metavar="HOST:PORT", help="Address of the control protocol (gRPC).")
+@click.option(
+    "--data",
+    metavar="DIR",
+    help="Data directory: metadata, volumes, the admin token. Created if absent. [default: ~/.local/share/forebay]",
+)
+@click.option(
+    "--capacity",
+    type=size,
+    metavar="SIZE",
+    help="Space for blocks, for example 100GiB. [default: 80 % of what is free, at most 64GiB]",
+)
+@click.option("--listen", metavar="HOST:PORT", help="Address of the control protocol (gRPC). [default: 127.0.0.1:7470]")
 @click.option("--print-config", is_flag=True, help="Print the configuration in effect, and stop.")
 @pass_session
 def serve(
@@ -66,6 +79,7 @@ def serve(
     cls=Command,
     short_help="Show how a node is.",
     examples=["forebay status", "forebay status --url forebay://storage-1:7470 --json"],
+    see=("forebay top", "forebay sessions", "forebay namespace ls", "forebay doctor"),
 )
 @connection_options()
 @json_option
@@ -85,6 +99,8 @@ def status(session: Session) -> int:
         "blocks": info.blocks,
         "used_bytes": info.used_bytes,
         "capacity_bytes": info.capacity_bytes,
+        "read_bytes": info.read_bytes,
+        "written_bytes": info.written_bytes,
         "sessions": info.sessions,
         "leases": info.leases,
         "pending_writes": info.pending_writes,
@@ -102,6 +118,7 @@ def status(session: Session) -> int:
         "target": {
             "kind": info.target_kind,
             "pid": info.target_pid,
+            "restarts": info.target_restarts,
             "capabilities": sorted(info.target_capabilities),
         },
         "counters": dict(sorted(info.counters.items())),
@@ -114,6 +131,7 @@ def status(session: Session) -> int:
             f"  holds     {info.blocks} blocks, {format_size(info.used_bytes)} of "
             f"{format_size(info.capacity_bytes)} ({share:.1%})\n"
             f"  at work   {info.sessions} sessions, {info.leases} leases, {info.pending_writes} pending writes\n"
+            f"  moved     {format_size(info.read_bytes)} read, {format_size(info.written_bytes)} written by hosts\n"
             f"  index     {format_size(info.index_bytes)} of memory\n"
             f"  target    {info.target_kind}, pid {info.target_pid}: {', '.join(document['target']['capabilities'])}"
         )

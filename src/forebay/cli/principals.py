@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from forebay.cli.context import Session, connection_options, json_option, pass_session
-from forebay.cli.exits import OK
+from forebay.cli.context import Session, complete_namespace, connection_options, json_option, pass_session
+from forebay.cli.exits import ABSENT, OK, REFUSED, UNAVAILABLE, USAGE
 from forebay.cli.sizes import format_time
 from forebay.cli.teaching import Group
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = ["principal"]
+
+_NAMED = (OK, ABSENT, USAGE, REFUSED, UNAVAILABLE)
+"""How a command on something that has a name can end."""
 
 
 def _fields(info: Any) -> dict[str, Any]:
@@ -45,7 +48,7 @@ def _emit_token(session: Session, created: Any) -> None:
     session.emit(document, human)
 
 
-@click.group(cls=Group, short_help="Manage who may do what.")
+@click.group(cls=Group, short_help="Manage who may do what.", see=("forebay namespace", "forebay sessions"))
 def principal() -> None:
     """Create, list and remove principals, their tokens and their rights.
 
@@ -57,7 +60,8 @@ def principal() -> None:
     examples=[
         "forebay principal create vllm > vllm.token",
         "forebay principal grant vllm acme/chat --rights read,write",
-    ]
+    ],
+    see=("forebay principal grant", "forebay principal rotate"),
 )
 @click.argument("name")
 @click.option("--admin", is_flag=True, help="May administer the node, and do everything in every namespace.")
@@ -71,7 +75,7 @@ def create(session: Session, name: str, admin: bool) -> int:
     return OK
 
 
-@principal.command("ls", examples=["forebay principal ls"])
+@principal.command("ls", examples=["forebay principal ls"], see=("forebay principal grant", "forebay sessions"))
 @connection_options()
 @json_option
 @pass_session
@@ -93,7 +97,9 @@ def list_(session: Session) -> int:
     return OK
 
 
-@principal.command(examples=["forebay principal rotate vllm > vllm.token"])
+@principal.command(
+    examples=["forebay principal rotate vllm > vllm.token"], exits=_NAMED, see=("forebay principal create",)
+)
 @click.argument("name")
 @connection_options()
 @json_option
@@ -105,7 +111,7 @@ def rotate(session: Session, name: str) -> int:
     return OK
 
 
-@principal.command(examples=["forebay principal rm vllm"])
+@principal.command(examples=["forebay principal rm vllm"], exits=_NAMED, see=("forebay principal revoke",))
 @click.argument("name")
 @connection_options()
 @json_option
@@ -128,12 +134,16 @@ def _split(text: str | None) -> list[str]:
 
 
 @principal.command(
-    examples=["forebay principal grant vllm acme/chat", "forebay principal grant dashboard acme/chat --rights read"]
+    examples=["forebay principal grant vllm acme/chat", "forebay principal grant dashboard acme/chat --rights read"],
+    exits=_NAMED,
+    see=("forebay principal revoke", "forebay namespace scope-quota", "forebay help namespaces"),
 )
 @click.argument("name")
-@click.argument("namespace", metavar="TENANT/NAME")
+@click.argument("namespace", metavar="TENANT/NAME", shell_complete=complete_namespace)
 @click.option("--rights", default="read,write", show_default=True, help="Comma-separated: read, write, delete, pin.")
-@click.option("--scopes", default=None, help="Comma-separated end tenants that it may act for besides itself.")
+@click.option(
+    "--scopes", default=None, help="Comma-separated end tenants that it may act for besides itself. [default: none]"
+)
 @connection_options()
 @json_option
 @pass_session
@@ -144,9 +154,9 @@ def grant(session: Session, name: str, namespace: str, rights: str, scopes: str 
     return OK
 
 
-@principal.command(examples=["forebay principal revoke vllm acme/chat"])
+@principal.command(examples=["forebay principal revoke vllm acme/chat"], exits=_NAMED, see=("forebay principal grant",))
 @click.argument("name")
-@click.argument("namespace", metavar="TENANT/NAME")
+@click.argument("namespace", metavar="TENANT/NAME", shell_complete=complete_namespace)
 @connection_options()
 @json_option
 @pass_session

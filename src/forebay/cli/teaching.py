@@ -38,7 +38,7 @@ class Command(click.Command):
             with formatter.section("Examples" if len(self.examples) > 1 else "Example"):
                 for line in self.examples:
                     formatter.write(f"{'':{formatter.current_indent}}{line}\n")
-        if not isinstance(self, click.Group):
+        if self.exits:
             with formatter.section("Exit codes"):
                 formatter.write_dl([(str(code), meaning) for code, meaning in self.exits.items()])
         if self.see:
@@ -51,3 +51,6 @@ class Group(Command, click.Group):
     """A group of such commands."""
 
     command_class = Command
+
+    def __init__(self, *args: Any, exits: Sequence[int] | dict[int, str] = (), **settings: Any) -> None:
+        super().__init__(*args, exits=exits, **settings)

@@ -72,7 +72,7 @@ __all__ = ["bench"]
     "--seconds",
     type=click.FloatRange(0.1),
     metavar="S",
-    help="As many turns as fit into this time, for each comparison, instead of --rounds.",
+    help="As many turns as fit into this time, for each comparison. [default: --rounds]",
 )
 @click.option("--processes", type=click.IntRange(1, 64), default=1, show_default=True, help="Client processes.")
 @click.option("--threads", type=click.IntRange(1, 64), default=1, show_default=True, help="Threads in each of them.")

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from forebay.cli.context import Session, json_option, pass_session
+from forebay.cli.exits import INTERRUPTED, MEANINGS, OK, REFUSED, UNAVAILABLE, USAGE, WRONG_BYTES
 from forebay.cli.sizes import size
 from forebay.cli.teaching import Command
 from forebay.errors import InvalidArgument
@@ -44,6 +45,15 @@ def _place(data: Path | None) -> Iterator[Path]:
         "forebay demo --trace mooncake_conversation.jsonl --seed 7",
         "forebay demo --capacity 512MiB --json",
     ],
+    exits={
+        OK: "every byte was right and every acknowledged block is accounted for",
+        USAGE: MEANINGS[USAGE],
+        REFUSED: "the drive is too small",
+        UNAVAILABLE: "the node or a replica failed, or nothing was stored",
+        WRONG_BYTES: "a byte was wrong, or an acknowledged block was lost",
+        INTERRUPTED: MEANINGS[INTERRUPTED],
+    },
+    see=("forebay serve", "forebay bench", "docs/cli.md"),
 )
 @click.option(
     "--trace",

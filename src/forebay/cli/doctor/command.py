@@ -65,7 +65,7 @@ def _findings(session: Session, config: Config, schema: Path | None) -> Iterator
     "--schema",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Also check a schema (CBOR, or JSON with digests in hexadecimal) or an engine's settings (JSON): would two "
-    "replicas get the same keys?",
+    "replicas get the same keys? [default: none]",
 )
 @connection_options(data=True)
 @json_option

@@ -1,0 +1,1 @@
+"""`forebay top`: a node at work, live."""

@@ -1,0 +1,259 @@
+"""`forebay doctor`: what each check says of what it is shown."""
+
+import json
+import os
+import socket
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import cbor2
+import pytest
+
+from forebay.appliance.config import Config, load
+from forebay.appliance.settings import Endpoint
+from forebay.cli.context import Session
+from forebay.cli.demo.node import DemoNode
+from forebay.cli.doctor import hashes, machine, network, storage
+from forebay.cli.doctor.finding import Finding
+from forebay.cli.exits import OK
+from forebay.cli.main import run
+from forebay.schema import Group, HashAlgorithm, Schema
+from tests.cli.shell import Shell
+
+GROUP = Group("full", (0, 1), 16, 8, 256, "bf16", "token-head", head_groups=8)
+SCHEMA = Schema("vllm", bytes(32), HashAlgorithm("sha256_cbor", 16), (GROUP,), probe=bytes(32))
+
+
+def levels(findings: Iterable[Finding]) -> list[str]:
+    found = list(findings)
+    assert all(bool(f.fix) == (f.level != "ok") for f in found), found
+    return [f.level for f in found]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load(None, flags={"data": str(tmp_path / "data")}, environ={})
+
+
+# --- without a node
+
+
+def test_without_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("URL", "TOKEN", "DATA", "GRPC_LISTEN"):
+        monkeypatch.delenv(f"FOREBAY_{name}", raising=False)
+    for name in ("GRPC", "HTTP", "TARGET"):
+        monkeypatch.setenv(f"FOREBAY_{name}_LISTEN", "127.0.0.1:0")
+    assert run(["doctor", "--data", str(tmp_path / "data"), "--json"]) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] and not (tmp_path / "data").exists()
+    named = {check["check"] for check in found["checks"]}
+    assert named >= {"python", "libraries", "open files", "clock", "data directory", "drive0", "grpc.listen", "rdma"}
+    assert all(check["fix"] for check in found["checks"] if check["level"] != "ok")
+    assert run(["doctor", "--data", str(tmp_path / "data")]) == OK
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(found["checks"]) + 1 and lines[-1].endswith("0 fail")
+
+
+def test_a_failed_check_is_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "data").write_text("a file")
+    assert run(["doctor", "--data", str(tmp_path / "data")]) == 1
+    assert "is no directory" in capsys.readouterr().out
+
+
+# --- storage
+
+
+def test_data_directory_and_token(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    assert levels(storage.check_data(data)) == ["ok"]
+    data.mkdir(mode=0o700)
+    (data / "admin.token").touch(mode=0o600)
+    (data / "node.json").touch(mode=0o600)
+    assert levels(storage.check_data(data)) == ["ok", "ok", "ok"]
+    (data / "admin.token").chmod(0o644)
+    data.chmod(0o755)
+    open_dir, token, _ = storage.check_data(data)
+    assert open_dir.level == "warn" and "chmod 700" in open_dir.fix
+    assert token.level == "fail" and "rotate" in token.fix
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_data_directory_that_cannot_be_made() -> None:
+    assert levels(storage.check_data(Path("/proc/nothing"))) == ["fail"]
+
+
+def test_a_drive_is_really_tried(tmp_path: Path) -> None:
+    found = list(storage.check_drive("drive0", tmp_path / "not" / "yet", 64 << 20))
+    assert "fail" not in levels(found) and all(f.check == "drive0" for f in found)
+    text = " ".join(f.what for f in found)
+    assert "holes punched" in text and "a flush takes" in text and "for a capacity of 64 MiB" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_drive_in_memory_is_warned_about() -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm")
+    found = list(storage.check_drive("drive0", Path("/dev/shm"), None))
+    assert found[0].level == "warn" and "reboot" in found[0].what and "mapping of memory" in found[1].what
+
+
+def test_a_drive_that_is_too_small(tmp_path: Path) -> None:
+    *_, space = storage.check_drive("drive0", tmp_path, 1 << 60)
+    assert space.level == "fail" and "1024 PiB" in space.what
+
+
+# --- ports and nodes
+
+
+def test_ports(config: Config) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        wanted = replace(
+            config,
+            grpc=replace(config.grpc, listen=Endpoint("127.0.0.1", port)),
+            target=replace(config.target, listen=Endpoint("203.0.113.1", 4420)),
+            http=replace(config.http, listen=Endpoint("127.0.0.1", 0)),
+        )
+        grpc, target, http = network.check_ports(wanted, None)
+        assert grpc.level == "fail" and f"sport = :{port}" in grpc.fix
+        assert target.level == "fail" and "no address" in target.what and http.level == "ok"
+        about = {"pid": os.getpid(), "grpc": f"127.0.0.1:{port}", "target": {"address": "203.0.113.1", "port": 4420}}
+        assert levels(network.check_ports(wanted, about)) == ["ok", "ok", "ok"]
+    assert next(iter(network.check_ports(wanted, None))).level == "ok"
+
+
+def test_a_running_node(forebay: Shell, node: DemoNode) -> None:
+    found = forebay.json("doctor")
+    by_name = {check["check"]: check for check in found["checks"]}
+    assert by_name["node"]["level"] == by_name["versions"]["level"] == by_name["block data"]["level"] == "ok"
+    assert by_name["admin.token"]["what"] == "mode 0600" and "removed" in by_name["block data"]["what"]
+    assert forebay.json("ls")["keys"] == []
+    about = network.running_node(Session(data=str(node.data)))
+    assert about is not None and about["grpc"] == node.url.removeprefix("forebay://")
+
+
+def test_a_node_that_does_not_answer_and_one_that_refuses(node: DemoNode) -> None:
+    (away,) = network.check_node(Session(url="forebay://127.0.0.1:9", token="x"))
+    assert away.level == "fail" and away.fix
+    (refused,) = network.check_node(Session(url=node.url, token="wrong"))
+    assert refused.level == "fail" and "token" in refused.fix
+    (elsewhere,) = network.check_node(Session(data="/no/such"))
+    assert elsewhere.level == "ok"
+    *_, last = network.check_node(Session(url=node.url, token=node.token, namespace="no/such"))
+    assert last.level == "fail" and last.check == "block data" and "namespace ls" in last.fix
+
+
+def test_rights_decide_what_is_tried(forebay: Shell, node: DemoNode) -> None:
+    token = forebay.json("principal", "create", "reader")["token"]
+    forebay("principal", "grant", "reader", "default/default", "--rights", "read")
+    answers, block = network.check_node(Session(url=node.url, token=token))
+    assert answers.level == "ok" and "administrators" in answers.what
+    assert block.level == "warn" and "no right to write" in block.what
+
+
+def test_version_skew() -> None:
+    assert network._skew("999.0").level == "warn"
+
+
+# --- the machine
+
+
+def test_libraries_against_the_lock() -> None:
+    assert levels(machine.check_libraries({"click": "0.0.1", "no-such-library": "1"})) == ["ok", "fail", "warn"]
+    assert levels(machine.check_libraries({})) == ["ok", "ok"]
+
+
+def test_limits() -> None:
+    few, _ = machine.check_limits(10**9, rdma=False)
+    assert few.level == "warn" and "1000000256" in few.fix
+    assert next(iter(machine.check_limits(1, rdma=False))).level == "ok"
+
+
+def test_clock() -> None:
+    assert set(levels(machine.check_clock())) <= {"ok", "warn"}
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_rdma_ports(tmp_path: Path) -> None:
+    assert "no devices" in next(iter(machine.check_rdma(tmp_path / "none"))).what
+    for number, state in (("1", "4: ACTIVE"), ("2", "1: DOWN")):
+        port = tmp_path / "mlx5_0" / "ports" / number
+        write(port / "state", state)
+        write(port / "link_layer", "Ethernet")
+        write(port / "rate", "400 Gb/sec")
+    up, down = machine.check_rdma(tmp_path)
+    assert up.level == "ok" and "400 Gb/sec" in up.what and down.level == "warn" and "ibstat mlx5_0" in down.fix
+
+
+def test_gpu_direct(tmp_path: Path) -> None:
+    assert levels(machine.check_gpu(tmp_path)) == ["ok"]
+    write(tmp_path / "proc/driver/nvidia/version", "NVRM version: NVIDIA 570")
+    assert levels(machine.check_gpu(tmp_path)) == ["ok", "warn"]
+    write(tmp_path / "proc/driver/nvidia-fs/version", "2.24")
+    write(tmp_path / "usr/local/cuda-12/lib64/libcufile.so.0", "")
+    assert levels(machine.check_gpu(tmp_path)) == ["ok", "ok"]
+
+
+def test_kernel_nvme_is_never_needed() -> None:
+    assert levels(machine.check_nvme()) == ["ok"]
+
+
+# --- hashes
+
+
+def findings(tmp_path: Path, content: object) -> list[Finding]:
+    file = tmp_path / "settings"
+    file.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return list(hashes.check_schema(file))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "seed", "expected"),
+    [
+        ("sha256_cbor", "0", ["ok"]),
+        ("sha256_cbor", None, ["ok", "warn"]),
+        ("sha256", "0", ["warn"]),
+        ("builtin", "0", ["fail"]),
+        ("xxhash", None, ["fail"]),
+        ("xxhash_cbor", "7", ["warn"]),
+        ("xxhash", "random", ["fail"]),
+    ],
+)
+def test_hash_algorithms(
+    algorithm: str, seed: str | None, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    settings: dict[str, object] = {"cache_config": {"prefix_caching_hash_algo": algorithm}}
+    if seed is not None:
+        settings["env"] = {"PYTHONHASHSEED": seed}
+    assert levels(findings(tmp_path, settings)) == expected
+
+
+def test_settings_that_name_no_hash_take_the_default(tmp_path: Path) -> None:
+    (found,) = findings(tmp_path, {"model": "x"})
+    assert found.level == "warn" and "pickle" in found.what and "sha256_cbor" in found.fix
+
+
+def test_schemas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    good = findings(tmp_path, SCHEMA.cbor)
+    assert levels(good) == ["ok", "ok"] and SCHEMA.keyspace.hex() in good[0].what
+    plain = {**cbor2.loads(SCHEMA.cbor), "model": "00" * 32, "probe": "00" * 32, "draft": "", "processor": ""}
+    assert findings(tmp_path, plain) == good
+    poor = replace(SCHEMA, model=b"", probe=b"", groups=(replace(GROUP, dtype="fp8", head_groups=1),))
+    found = findings(tmp_path, poor.cbor)
+    assert levels(found) == ["ok", "ok", "warn", "warn", "fail", "warn", "warn"]
+    assert levels(findings(tmp_path, Schema.opaque().cbor)) == ["ok"]
+    assert levels(findings(tmp_path, {**plain, "groups": []})) == ["fail"]
+    assert levels(findings(tmp_path, {**plain, "model": "xyz"})) == ["fail"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xff", b"[1]", b"not json"])
+def test_what_is_no_schema(content: bytes, tmp_path: Path) -> None:
+    assert levels(findings(tmp_path, content)) == ["fail"]
+    assert levels(hashes.check_schema(tmp_path / "absent")) == ["fail"]
