@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from forebay.appliance.namespace.desired_state import DesiredState, Grant, Namespace, Principal
 from forebay.errors import InvalidArgument, NamespaceNotFound, PermissionDenied, Unauthenticated
@@ -47,6 +48,16 @@ class Access:
     rights: frozenset[str]
     scopes: frozenset[str]
     """Scope names; ``*`` among them means any. The default scope is called ``default``."""
+    grants: tuple[Grant, ...] = ()
+    """Where it comes from: a right holds in the scopes of its own grant."""
+
+    def within(self, scopes: Iterable[str]) -> Access:
+        """The same with no more rights than hold in each of these scopes."""
+        held = [
+            {right for g in self.grants for right in g.rights if {name or "default", _ALL} & set(_scopes(g))}
+            for name in scopes
+        ]
+        return replace(self, rights=self.rights.intersection(*held))
 
     def need(self, right: str) -> None:
         """Raise `PermissionDenied` unless ``right`` is there."""
@@ -57,6 +68,10 @@ class Access:
         """Raise `PermissionDenied` unless the scope may be used."""
         if _ALL not in self.scopes and (name or "default") not in self.scopes:
             raise PermissionDenied(f"scope {name or 'default'!r} is not granted in {self.namespace.full_name}")
+
+
+def _scopes(grant: Grant) -> tuple[str, ...]:
+    return grant.scopes or ("default",)
 
 
 class Acl:
@@ -84,12 +99,12 @@ class Acl:
         """What the principal may do there. Raises `NamespaceNotFound`, also where it may do nothing."""
         namespace = self._state.namespace(full_name)
         if namespace is not None and principal.admin:
-            return Access(namespace, frozenset(RIGHTS), frozenset((_ALL,)))
-        grants = [g for g in principal.grants if g.namespace in (full_name, _ALL)]
+            return Access(namespace, frozenset(RIGHTS), frozenset((_ALL,)), (Grant(_ALL, RIGHTS, (_ALL,)),))
+        grants = tuple(g for g in principal.grants if g.namespace in (full_name, _ALL))
         rights = frozenset(right for g in grants for right in g.rights)
         if namespace is None or not rights:
             raise NamespaceNotFound(f"there is no namespace {full_name!r}", field="namespace")
-        return Access(namespace, rights, frozenset(name for g in grants for name in g.scopes or ("default",)))
+        return Access(namespace, rights, frozenset(name for g in grants for name in _scopes(g)), grants)
 
     @staticmethod
     def merge(grants: tuple[Grant, ...], grant: Grant) -> tuple[Grant, ...]:

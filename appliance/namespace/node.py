@@ -396,6 +396,7 @@ class Node:
         schema = Schema.from_cbor(schema_cbor)
         for name in scopes or ("default",):
             access.need_scope(name)
+        access = access.within(scopes or ("default",))
         if generation < access.namespace.min_generation:
             raise StaleGeneration(
                 f"generation {generation} is below the minimum of {full_name}",
@@ -466,7 +467,7 @@ class Node:
                 access = self.acl.access(principal, session.access.namespace.full_name)
                 for scope in session.scopes.values():
                     access.need_scope(scope)
-                session.access = access
+                session.access = access.within(session.scopes.values())
             except ForebayError:
                 await self.end_session(session)
 

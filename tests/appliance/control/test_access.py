@@ -143,6 +143,17 @@ def test_scopes(principal: Callable[..., Caller]) -> None:
     assert unpack("u32", again.open(scopes=["b", "a"]).scope_ids, "scope_ids") == ids[::-1]
 
 
+def test_rights_do_not_spill_from_one_scope_into_another(principal: Callable[..., Caller]) -> None:
+    one = principal(
+        "two-grants",
+        pb.Grant(namespace="*", rights=["read"], scopes=["shared"]),
+        pb.Grant(namespace="default/default", rights=["write"], scopes=["own"]),
+    )
+    assert one.open(scopes=["shared"]).rights == "read"
+    assert one.open(scopes=["own"]).rights == "write"
+    assert one.open(scopes=["own", "shared"]).rights == ""
+
+
 def test_rights_taken_away_end_at_once(principal: Callable[..., Caller], caller: Caller) -> None:
     grant = pb.Grant(namespace="default/default", rights=["read", "write"])
     one = principal("fallen", grant)
