@@ -118,8 +118,10 @@ def test_ports(config: Config) -> None:
         grpc, target, http = network.check_ports(wanted, None)
         assert grpc.level == "fail" and f"sport = :{port}" in grpc.fix
         assert target.level == "fail" and "no address" in target.what and http.level == "ok"
-        about = {"pid": os.getpid(), "grpc": f"127.0.0.1:{port}", "target": {"address": "203.0.113.1", "port": 4420}}
-        assert levels(network.check_ports(wanted, about)) == ["ok", "ok", "ok"]
+        about = {"pid": 7, "grpc": f"127.0.0.1:{port}", "target": {"address": "127.0.0.1", "port": 9}}
+        heard, silent = network.check_ports(wanted, about)
+        assert heard.level == "ok" and "pid 7" in heard.what
+        assert silent.level == "fail" and silent.check == "target.listen"
     assert next(iter(network.check_ports(wanted, None))).level == "ok"
 
 
@@ -127,6 +129,8 @@ def test_a_running_node(forebay: Shell, node: DemoNode) -> None:
     found = forebay.json("doctor")
     by_name = {check["check"]: check for check in found["checks"]}
     assert by_name["node"]["level"] == by_name["versions"]["level"] == by_name["block data"]["level"] == "ok"
+    assert node.url.removeprefix("forebay://") in by_name["grpc.listen"]["what"]
+    assert str(node.data) in by_name["drive0"]["what"] or "512 MiB" in by_name["drive0"]["what"]
     assert by_name["admin.token"]["what"] == "mode 0600" and "removed" in by_name["block data"]["what"]
     assert forebay.json("ls")["keys"] == []
     about = network.running_node(Session(data=str(node.data)))

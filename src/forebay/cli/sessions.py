@@ -64,7 +64,7 @@ def sessions(session: Session, namespace: str | None, principal: str | None) -> 
             counts = [str(row[name]) for name in ("hosts", "leases", "pending_writes", "pins")]
             times = [format_duration(row["age_ms"]), format_duration(row["idle_ms"])]
             table.add_row(row["principal"], row["namespace"], row["client"], row["state"], *times, *counts)
-        out.print(table)
+        out.print(table if rows else "no sessions")
 
     session.emit({"sessions": rows}, human)
     return OK

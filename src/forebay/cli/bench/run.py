@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["BenchOptions", "run_bench"]
 
 TENANT = "forebay-bench"
+"""Of the namespaces that runs create."""
 _REGION_BYTES = 64 << 20
 _MATCH_BLOCK_BYTES = 4096
 _DELETE_KEYS = 1000
@@ -190,6 +191,9 @@ def _place(
             limit=free,
         )
     with session.admin() as admin:
+        for info in admin.list_namespaces():
+            if info.name.startswith(f"{TENANT}/") and not info.sessions:
+                say(f"{info.name} was left by a run that was killed: `forebay namespace rm {info.name} --force`")
         admin.create_namespace(name, quota_bytes=need, durability=options.durability, eviction="none")
     try:
         yield name, prefix

@@ -33,9 +33,13 @@ def _findings(session: Session, config: Config, schema: Path | None) -> Iterator
     yield from machine.check_limits(config.target.max_connections, any("no devices" not in f.what for f in rdma))
     yield from machine.check_clock()
     yield from storage.check_data(config.data)
-    for number, drive in enumerate(config.drives):
-        yield from storage.check_drive(f"drive{number}", drive.path, drive.capacity_bytes)
-    yield from network.check_ports(config, network.running_node(session))
+    about = network.running_node(session)
+    drives = network.drives_in_use(session) if about is not None else None
+    if drives is None:
+        drives = [(f"drive{number}", drive.path, drive.capacity_bytes) for number, drive in enumerate(config.drives)]
+    for name, path, capacity_bytes in drives:
+        yield from storage.check_drive(name, path, capacity_bytes)
+    yield from network.check_ports(config, about)
     yield from machine.check_nvme()
     yield from rdma
     yield from machine.check_gpu()

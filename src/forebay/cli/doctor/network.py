@@ -9,7 +9,10 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import forebay
 from forebay.appliance.config import Config
@@ -20,10 +23,11 @@ from forebay.cli.exits import advice
 from forebay.cli.sizes import format_duration
 from forebay.errors import ForebayError, PermissionDenied, Unauthenticated, Unavailable
 
-__all__ = ["check_node", "check_ports", "running_node"]
+__all__ = ["check_node", "check_ports", "drives_in_use", "running_node"]
 
 _PROBE_BYTES = 4096
 _PROBE_MS = 5_000
+_CONNECT_S = 2.0
 
 
 def running_node(session: Session) -> dict[str, Any] | None:
@@ -38,27 +42,42 @@ def running_node(session: Session) -> dict[str, Any] | None:
         return None
 
 
+def drives_in_use(session: Session) -> list[tuple[str, Path, int | None]] | None:
+    """Name, directory and capacity of the drives of the node that runs here, if this caller may know."""
+    try:
+        with replace(session, url=None).admin() as admin:
+            return [(drive.name, Path(drive.path), drive.capacity_bytes) for drive in admin.status().drives]
+    except ForebayError:
+        return None
+
+
 def check_ports(config: Config, about: dict[str, Any] | None) -> Iterator[Finding]:
-    """Whether the configured addresses can be listened on, or are by our own node."""
+    """Whether the node that runs is heard at its addresses; without one, whether the configured ones are free."""
+    if about is not None:
+        target = about.get("target", {})
+        addresses: dict[str, object] = {name: about[name] for name in ("grpc", "http") if name in about}
+        if "address" in target:
+            addresses["target"] = str(Endpoint(str(target["address"]), int(target["port"])))
+        for name, address in addresses.items():
+            yield _heard(f"{name}.listen", str(address), int(about["pid"]))
+        return
     wanted: list[tuple[str, Endpoint]] = [("grpc.listen", config.grpc.listen), ("target.listen", config.target.listen)]
     if config.http.enabled:
         wanted.append(("http.listen", config.http.listen))
-    ours = _addresses(about) if about is not None else set()
     for name, endpoint in wanted:
         if endpoint.port == 0:
             yield ok(name, f"{endpoint.host}, any free port")
-        elif str(endpoint) in ours:
-            yield ok(name, f"{endpoint} is answered by this node, pid {about and about['pid']}")
         else:
             yield _bind(name, endpoint)
 
 
-def _addresses(about: dict[str, Any]) -> set[str]:
-    target = about.get("target", {})
-    found = {str(about[name]) for name in ("grpc", "http") if name in about}
-    if "address" in target:
-        found.add(str(Endpoint(str(target["address"]), int(target["port"]))))
-    return found
+def _heard(name: str, address: str, pid: int) -> Finding:
+    where = urlsplit(f"//{address}")
+    try:
+        socket.create_connection((where.hostname, where.port), _CONNECT_S).close()
+    except OSError as e:
+        return fail(name, f"this node, pid {pid}, is not heard at {address}: {e.strerror or e}", "its log, a firewall")
+    return ok(name, f"{address} is answered by this node, pid {pid}")
 
 
 def _bind(name: str, endpoint: Endpoint) -> Finding:
