@@ -170,12 +170,6 @@ def test_alignment_that_the_host_asks_for() -> None:
     assert len(header) == header[3] == 128
 
 
-def test_digests_are_answered_with_none() -> None:
-    ctrl = Connection(Role.CONTROLLER)
-    assert ctrl.receive_data(pdu.ic_req(digests=3)) == [ICReqReceived(0, True, True, 1)]
-    assert join(ctrl.send_ic_resp())[11] == 0
-
-
 def test_termination_from_the_peer() -> None:
     host, ctrl = pair()
     raw = host.send_term(FatalError.DATA_OUT_OF_RANGE, 8, b"\x07" * 24)

@@ -35,6 +35,9 @@ class ICRespReceived(NamedTuple):
 
     cpda: int
     max_h2c_data_bytes: int
+    header_digest: bool = False
+    data_digest: bool = False
+    """Digests that were asked for and are in use from here on."""
 
 
 class CommandReceived(NamedTuple):
@@ -84,12 +87,17 @@ class DataChunk(NamedTuple):
 
 
 class DataEnd(NamedTuple):
-    """The payload announced by a `DataStart` is complete; the fields are that event's."""
+    """The payload announced by a `DataStart` is complete, with its digest if there is one; the fields are that event's.
+
+    With `digest_ok` False the data is damaged and the command failed: with Transient Transport Error, which a
+    controller answers and a host takes for granted. The connection goes on. TCP §3.3.1.1.
+    """
 
     cid: int
     tag: int | None
     last: bool
     success: bool
+    digest_ok: bool = True
 
 
 class TermReceived(NamedTuple):

@@ -1,11 +1,13 @@
 """PDU headers as bytes, and the error that a bad one raises.
 
 The encoders return a header, padded up to where its data has to start (`align_bytes`, TCP §3.6.1 "PDO"), and nothing
-else: payload is sent from where it lies, as the next piece of the same `sendmsg`. Digests are not negotiated.
+else: payload is sent from where it lies, as the next piece of the same `sendmsg`. Where digests were negotiated,
+`digested` makes of such a header the one to send.
 """
 
 from __future__ import annotations
 
+from forebay.checksum import crc32c
 from forebay.errors import ProtocolError
 from forebay.nvmetcp import spec
 from forebay.nvmetcp.spec import FatalError, PduFlag, PduType
@@ -15,6 +17,7 @@ __all__ = [
     "c2h_data_header",
     "capsule_cmd_header",
     "capsule_resp",
+    "digested",
     "h2c_data_header",
     "ic_req",
     "ic_resp",
@@ -108,3 +111,29 @@ def c2h_data_header(
 def r2t(cid: int, tag: int, offset_bytes: int, length_bytes: int) -> bytes:
     """R2T, TCP §3.6.2.10."""
     return spec.R2T.pack(PduType.R2T, 0, spec.R2T.size, 0, spec.R2T.size, cid, tag, offset_bytes, length_bytes)
+
+
+def digested(header: bytes, align_bytes: int, *, header_digest: bool, data_digest: bool) -> bytes:
+    """The header of a PDU of a connection with digests, of one without: flags, lengths, and HDGST behind it.
+
+    If the PDU has data and `data_digest`, its PLEN counts the DDGST that must follow the data. TCP §3.3.1.1, §3.6.1.
+    """
+    kind, flags, hlen, pdo, plen = spec.COMMON_HEADER.unpack_from(header)
+    data_bytes = plen - pdo if pdo else 0
+    size = hlen
+    if header_digest:
+        flags |= PduFlag.HEADER_DIGEST
+        size += spec.DIGEST_BYTES
+    if data_bytes:
+        pdo = -(-size // align_bytes) * align_bytes
+        plen = pdo + data_bytes
+        if data_digest:
+            flags |= PduFlag.DATA_DIGEST
+            plen += spec.DIGEST_BYTES
+    else:
+        plen = size
+    out = bytearray(header[:hlen])
+    spec.COMMON_HEADER.pack_into(out, 0, kind, flags, hlen, pdo, plen)
+    if header_digest:
+        out += crc32c(out).to_bytes(spec.DIGEST_BYTES, "little")
+    return bytes(out).ljust(pdo, b"\0")

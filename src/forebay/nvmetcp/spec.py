@@ -26,16 +26,23 @@ __all__ = [
     "COMMON_HEADER",
     "CONNECT_DATA",
     "CQE",
+    "DATASET_RANGE",
     "DATA_PDU",
+    "DIGEST_BYTES",
+    "DISCOVERY_ENTRY",
+    "DISCOVERY_HEADER",
     "DISCOVERY_NQN",
     "DNR",
+    "ERROR_ENTRY",
     "FABRICS_OPCODE",
+    "FIRMWARE_SLOTS",
     "H2C_DATA",
     "HEADER_BYTES",
     "IC_REQ",
     "IC_RESP",
     "IDENTIFY_BYTES",
     "IDENTIFY_CONTROLLER",
+    "IDENTIFY_CONTROLLER_NVM",
     "IDENTIFY_NAMESPACE",
     "MIN_HEADER_BYTES",
     "NQN_MAX_BYTES",
@@ -43,11 +50,13 @@ __all__ = [
     "R2T",
     "SGL_DATA_BLOCK_OFFSET",
     "SGL_TRANSPORT_DATA_BLOCK",
+    "SMART",
     "SQE",
     "SQE_PSDT_SGL",
     "TERM_MAX_BYTES",
     "TERM_REQ",
     "AdminOpcode",
+    "AsyncEvent",
     "CnsValue",
     "ConnectAttribute",
     "FabricsType",
@@ -55,6 +64,7 @@ __all__ = [
     "FeatureId",
     "IoOpcode",
     "Layout",
+    "LogPage",
     "NsDescriptorType",
     "PduFlag",
     "PduType",
@@ -184,6 +194,8 @@ HEADER_BYTES: Final[dict[int, int]] = {
     PduType.C2H_DATA: C2H_DATA.size,
     PduType.R2T: R2T.size,
 }
+#: HDGST and DDGST: CRC-32C, least significant byte first. TCP §3.3.1.1.
+DIGEST_BYTES: Final = 4
 #: No PDU header is shorter than this, so as many bytes can always be read without touching payload.
 MIN_HEADER_BYTES: Final = min(HEADER_BYTES.values())
 #: A termination PDU carries at most 128 bytes of the header that it complains about. TCP §3.6.2.4.
@@ -264,7 +276,13 @@ class Property(IntEnum):
 class FeatureId(IntEnum):
     """Feature identifiers, Base §5.27.1."""
 
+    ARBITRATION = 0x01
+    POWER_MANAGEMENT = 0x02
+    TEMPERATURE_THRESHOLD = 0x04
+    ERROR_RECOVERY = 0x05
+    VOLATILE_WRITE_CACHE = 0x06
     NUMBER_OF_QUEUES = 0x07
+    WRITE_ATOMICITY = 0x0A
     ASYNC_EVENT_CONFIGURATION = 0x0B
     KEEP_ALIVE_TIMER = 0x0F
     HOST_IDENTIFIER = 0x81
@@ -277,6 +295,33 @@ class CnsValue(IntEnum):
     CONTROLLER = 0x01
     ACTIVE_NAMESPACES = 0x02
     NAMESPACE_DESCRIPTORS = 0x03
+    CONTROLLER_OF_COMMAND_SET = 0x06
+
+
+class LogPage(IntEnum):
+    """Log page identifiers, Base §5.16.1."""
+
+    SUPPORTED_LOG_PAGES = 0x00
+    ERROR_INFORMATION = 0x01
+    SMART = 0x02
+    FIRMWARE_SLOT = 0x03
+    CHANGED_NAMESPACES = 0x04
+    COMMANDS_SUPPORTED = 0x05
+    DISCOVERY = 0x70
+
+
+class AsyncEvent(IntEnum):
+    """Notices by the bit of OAES and of feature 0Bh that offers and enables each. Base §5.2.1, §5.27.1.8."""
+
+    NAMESPACE_ATTRIBUTE = 1 << 8
+    DISCOVERY_LOG_CHANGE = 1 << 31
+
+    @property
+    def result(self) -> int:
+        """Dword 0 of the completion: type (2h, a notice), information, the log page that tells more."""
+        if self is AsyncEvent.NAMESPACE_ATTRIBUTE:
+            return 0x2 | LogPage.CHANGED_NAMESPACES << 16
+        return 0x2 | 0xF0 << 8 | LogPage.DISCOVERY << 16
 
 
 class NsDescriptorType(IntEnum):
@@ -308,11 +353,15 @@ class Status(IntEnum):
     DATA_SGL_LENGTH_INVALID = 0x00F
     SGL_DESCRIPTOR_TYPE_INVALID = 0x011
     HOST_ID_INCONSISTENT = 0x018
+    TRANSIENT_TRANSPORT_ERROR = 0x022
     LBA_OUT_OF_RANGE = 0x080
     CAPACITY_EXCEEDED = 0x081
     NAMESPACE_NOT_READY = 0x082
     INVALID_QUEUE_ID = 0x101
+    ASYNC_EVENT_LIMIT_EXCEEDED = 0x105
     INVALID_LOG_PAGE = 0x109
+    FEATURE_NOT_SAVEABLE = 0x10D
+    FEATURE_NOT_CHANGEABLE = 0x10E
     CONNECT_INCOMPATIBLE_FORMAT = 0x180
     CONNECT_CONTROLLER_BUSY = 0x181
     CONNECT_INVALID_PARAMETERS = 0x182
@@ -365,6 +414,8 @@ IDENTIFY_CONTROLLER: Final = Layout(
         "frmw": (260, "B"),
         "lpa": (261, "B"),
         "elpe": (262, "B"),
+        "wctemp": (266, "H"),
+        "cctemp": (268, "H"),
         "kas": (320, "H"),
         "sqes": (512, "B"),
         "cqes": (513, "B"),
@@ -410,3 +461,78 @@ IDENTIFY_NAMESPACE: Final = Layout(
 #: Namespace identification descriptor, CNS 03h: NIDT, NIDL, reserved; NIDL bytes follow. Base §5.17.2.3.
 NS_DESCRIPTOR_HEADER: Final = struct.Struct("<BB2x")
 assert NS_DESCRIPTOR_HEADER.size == 4
+
+#: Identify Controller of a command set, CNS 06h, for the NVM command set: limits of single commands. NVM §4.1.5.3.
+IDENTIFY_CONTROLLER_NVM: Final = Layout(
+    "Identify Controller, NVM command set",
+    IDENTIFY_BYTES,
+    {"vsl": (0, "B"), "wzsl": (1, "B"), "wusl": (2, "B"), "dmrl": (3, "B"), "dmrsl": (4, "I"), "dmsl": (8, "Q")},
+)
+
+#: One range of Dataset Management: context attributes, length in LBAs, first LBA. NVM §3.2.3.
+DATASET_RANGE: Final = struct.Struct("<IIQ")
+assert DATASET_RANGE.size == 16
+
+# --- log pages (Base §5.16.1) ---------------------------------------------------------------------------------------
+
+#: One entry of the Error Information log. Base §5.16.1.2.
+ERROR_ENTRY: Final = Layout(
+    "Error Information Log Entry",
+    64,
+    {
+        "error_count": (0, "Q"),
+        "sqid": (8, "H"),
+        "cid": (10, "H"),
+        "status": (12, "H"),
+        "parameter": (14, "H"),
+        "lba": (16, "Q"),
+        "nsid": (24, "I"),
+    },
+)
+
+#: SMART / Health Information. The counters have 16 bytes, of which the low 8 are used. Base §5.16.1.3.
+SMART: Final = Layout(
+    "SMART / Health Information",
+    512,
+    {
+        "critical_warning": (0, "B"),
+        "composite_temperature": (1, "H"),
+        "available_spare": (3, "B"),
+        "available_spare_threshold": (4, "B"),
+        "percentage_used": (5, "B"),
+        "data_units_read": (32, "Q"),
+        "data_units_written": (48, "Q"),
+        "host_reads": (64, "Q"),
+        "host_writes": (80, "Q"),
+        "busy_minutes": (96, "Q"),
+        "power_cycles": (112, "Q"),
+        "power_on_hours": (128, "Q"),
+        "unsafe_shutdowns": (144, "Q"),
+        "media_errors": (160, "Q"),
+        "error_log_entries": (176, "Q"),
+    },
+)
+
+#: Firmware Slot Information: active slot, revision in slot 1. Base §5.16.1.4.
+FIRMWARE_SLOTS: Final = Layout("Firmware Slot Information", 512, {"afi": (0, "B"), "frs1": (8, "8s")})
+
+#: Discovery Log Page, its header and one entry. Base §5.16.1.23; TSAS of TCP is TCP §3.1.1.
+DISCOVERY_HEADER: Final = Layout("Discovery Log", 1024, {"genctr": (0, "Q"), "numrec": (8, "Q"), "recfmt": (16, "H")})
+DISCOVERY_ENTRY: Final = Layout(
+    "Discovery Log Entry",
+    1024,
+    {
+        "trtype": (0, "B"),
+        "adrfam": (1, "B"),
+        "subtype": (2, "B"),
+        "treq": (3, "B"),
+        "portid": (4, "H"),
+        "cntlid": (6, "H"),
+        "asqsz": (8, "H"),
+        "eflags": (10, "H"),
+        "trsvcid": (32, "32s"),
+        "subnqn": (256, "256s"),
+        "traddr": (512, "256s"),
+        "tsas": (768, "256s"),
+    },
+)

@@ -34,6 +34,8 @@ class State(Enum):
     """The next byte received is the first of a PDU header."""
     PAYLOAD = "payload"
     """The next byte received is data of the PDU whose header was read."""
+    DIGEST = "digest"
+    """The next byte received is one of the digest of the data that was read."""
     TERMINATED = "terminated"
     """A termination PDU was sent or received; only closing is left."""
     CLOSED = "closed"
@@ -55,6 +57,8 @@ class Input(Enum):
     RECV_R2T = "recv R2T"
     RECV_TERM = "recv TermReq"
     PAYLOAD_COMPLETE = "payload complete"
+    PAYLOAD_COMPLETE_DIGEST_DUE = "payload complete, digest due"
+    DIGEST_COMPLETE = "digest complete"
     SEND_IC_REQ = "send ICReq"
     SEND_IC_RESP = "send ICResp"
     SEND_COMMAND = "send CapsuleCmd"
@@ -92,6 +96,12 @@ _TERMINATED: Final = {Input.END_OF_STREAM: State.CLOSED}
 # While payload arrives no header can, but whatever may be sent in READY may be sent here too.
 _PAYLOAD: Final = {
     Input.PAYLOAD_COMPLETE: State.READY,
+    Input.PAYLOAD_COMPLETE_DIGEST_DUE: State.DIGEST,
+    Input.SEND_TERM: State.TERMINATED,
+    Input.END_OF_STREAM: State.CLOSED,
+}
+_DIGEST: Final = {
+    Input.DIGEST_COMPLETE: State.READY,
     Input.SEND_TERM: State.TERMINATED,
     Input.END_OF_STREAM: State.CLOSED,
 }
@@ -109,6 +119,7 @@ TRANSITIONS: Final[dict[Role, dict[State, dict[Input, State]]]] = {
             **_ENDS,
         },
         State.PAYLOAD: {Input.SEND_COMMAND: State.PAYLOAD, Input.SEND_H2C_DATA: State.PAYLOAD, **_PAYLOAD},
+        State.DIGEST: {Input.SEND_COMMAND: State.DIGEST, Input.SEND_H2C_DATA: State.DIGEST, **_DIGEST},
         State.TERMINATED: _TERMINATED,
         State.CLOSED: {},
     },
@@ -129,6 +140,12 @@ TRANSITIONS: Final[dict[Role, dict[State, dict[Input, State]]]] = {
             Input.SEND_C2H_DATA: State.PAYLOAD,
             Input.SEND_R2T: State.PAYLOAD,
             **_PAYLOAD,
+        },
+        State.DIGEST: {
+            Input.SEND_RESPONSE: State.DIGEST,
+            Input.SEND_C2H_DATA: State.DIGEST,
+            Input.SEND_R2T: State.DIGEST,
+            **_DIGEST,
         },
         State.TERMINATED: _TERMINATED,
         State.CLOSED: {},
