@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 from uuid import UUID
 
+from forebay.client.transports.options import NvmeTcpOptions
 from forebay.client.transports.queue_pair import QueuePair
 from forebay.clock import Clock
 from forebay.errors import DeadlineExceeded, ForebayError, ProtocolError, TargetRefused
@@ -46,11 +47,12 @@ class Controller:
     the way on is a new one.
     """
 
-    def __init__(self, subsystem: SubsystemAddress, host: HostIdentity, clock: Clock, keep_alive_ms: int) -> None:
+    def __init__(self, subsystem: SubsystemAddress, host: HostIdentity, clock: Clock, options: NvmeTcpOptions) -> None:
         self._subsystem = subsystem
         self._host = host
         self._clock = clock
-        self._keep_alive_ms = keep_alive_ms
+        self._options = options
+        self._keep_alive_ms = options.keep_alive_ms
         self._lock = threading.Lock()  # of the admin queue
         self._admin: QueuePair | None = None
         self._namespaces: dict[int, NamespaceIdentity] = {}
@@ -66,7 +68,7 @@ class Controller:
 
         Raises `TargetRefused`, `ConnectionLost`, `ProtocolError`, `DeadlineExceeded`.
         """
-        admin = QueuePair.dial(self._subsystem.address, self._subsystem.port, deadline_ms, self._clock)
+        admin = self._dial(deadline_ms)
         self._admin = admin
         try:
             controller_id = self._connect(admin, 0, _ADMIN_ENTRIES, DYNAMIC_CONTROLLER, deadline_ms)
@@ -87,6 +89,17 @@ class Controller:
             self.close()
             raise
         threading.Thread(target=self._keep_alive, name="forebay-keep-alive", daemon=True).start()
+
+    def _dial(self, deadline_ms: int) -> QueuePair:
+        subsystem, options = self._subsystem, self._options
+        return QueuePair.dial(
+            subsystem.address,
+            subsystem.port,
+            deadline_ms,
+            self._clock,
+            header_digest=options.header_digest,
+            data_digest=options.data_digest,
+        )
 
     def _wait_ready(self, admin: QueuePair, deadline_ms: int) -> None:
         while True:
@@ -128,7 +141,7 @@ class Controller:
 
     def open_queue(self, busy: set[int], deadline_ms: int) -> QueuePair:
         """Connect an I/O queue; ``busy`` are the ids of those that are open."""
-        pair = QueuePair.dial(self._subsystem.address, self._subsystem.port, deadline_ms, self._clock)
+        pair = self._dial(deadline_ms)
         try:
             # The target may not have seen the end of a queue that broke, so its id is used again as late as possible.
             queue_id = self._last_queue % self._queues + 1

@@ -340,7 +340,7 @@ class NvmeTcpTransport(Transport):
                         f"connecting to the target failed {self._failures} times; not tried again yet",
                         retry_after_ms=left_ms,
                     )
-            controller = Controller(self._subsystem, self._host, self._clock, self._options.keep_alive_ms)
+            controller = Controller(self._subsystem, self._host, self._clock, self._options)
             try:
                 controller.open(self._options.connections * _QUEUE_IDS, deadline_ms)
             except ForebayError as e:

@@ -22,6 +22,9 @@ class NvmeTcpOptions:
     where one TCP stream does not fill the network. ``max_command_bytes``: neighbouring ranges become one command up to
     this, and longer ones several. ``queue_bytes``: bytes asked for on one queue at a time.
     ``keep_alive_ms``: KATO. ``backoff_ms``: first and longest wait after a failed connect.
+    ``header_digest``, ``data_digest``: CRC-32C over what crosses the network, both ways; a target that offers none is
+    refused then. Tiles have checksums of their own, so these only tell damage on the way from damage on the drive, and
+    cost a second pass over the data.
     """
 
     connections: int = 4
@@ -30,6 +33,8 @@ class NvmeTcpOptions:
     queue_bytes: int = 8 << 20
     keep_alive_ms: int = 15_000
     backoff_ms: tuple[int, int] = (50, 2_000)
+    header_digest: bool = False
+    data_digest: bool = False
 
     def __post_init__(self) -> None:
         for name, low, high in (

@@ -16,7 +16,7 @@ from forebay.client.transports.base import Segment
 from forebay.client.transports.requests import CHUNK_BYTES, Request
 from forebay.client.transports.status import error_of
 from forebay.clock import Clock
-from forebay.errors import ConnectionLost, DeadlineExceeded, ForebayError, ProtocolError
+from forebay.errors import ConnectionLost, DeadlineExceeded, ForebayError, ProtocolError, TargetRefused
 from forebay.ids import LBA_BYTES
 from forebay.nvmetcp import command as nvme
 from forebay.nvmetcp import spec
@@ -32,6 +32,7 @@ from forebay.nvmetcp.events import (
     TermReceived,
 )
 from forebay.nvmetcp.pdu import PduError
+from forebay.nvmetcp.spec import Status
 from forebay.nvmetcp.states import Role, State
 
 __all__ = ["QueuePair"]
@@ -48,10 +49,13 @@ class QueuePair:
     more; the holder then calls `close`.
     """
 
-    def __init__(self, sock: socket.socket, clock: Clock) -> None:
+    def __init__(
+        self, sock: socket.socket, clock: Clock, *, header_digest: bool = False, data_digest: bool = False
+    ) -> None:
         self._sock = sock
         self._clock = clock
-        self._codec = Connection(Role.HOST)
+        self._codec = Connection(Role.HOST, header_digest=header_digest, data_digest=data_digest)
+        self._wanted_digests = (header_digest, data_digest)
         self._out: deque[Buffer] = deque()
         self._head = memoryview(bytearray(spec.IC_RESP.size))
         self._open: dict[int, Request] = {}
@@ -67,8 +71,20 @@ class QueuePair:
         self.closed = False
 
     @classmethod
-    def dial(cls, address: str, port: int, deadline_ms: int, clock: Clock) -> QueuePair:
-        """Connect and initialise the transport connection (ICReq, TCP §3.1). Raises `ConnectionLost` and its kin."""
+    def dial(
+        cls,
+        address: str,
+        port: int,
+        deadline_ms: int,
+        clock: Clock,
+        *,
+        header_digest: bool = False,
+        data_digest: bool = False,
+    ) -> QueuePair:
+        """Connect and initialise the transport connection (ICReq, TCP §3.1).
+
+        Raises `ConnectionLost` and its kin, and `TargetRefused` if the target does not do the digests asked for.
+        """
         left_ms = deadline_ms - clock.monotonic_ms()
         if left_ms <= 0:
             raise DeadlineExceeded("no time left to connect to the target")
@@ -78,7 +94,7 @@ class QueuePair:
             raise DeadlineExceeded(f"connecting to {address}:{port} took too long") from None
         except OSError as e:
             raise ConnectionLost(f"connecting to {address}:{port}: {e}") from e
-        pair = cls(sock, clock)
+        pair = cls(sock, clock, header_digest=header_digest, data_digest=data_digest)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setblocking(False)
@@ -190,7 +206,8 @@ class QueuePair:
                 if due:
                     request = self._payload
                     assert request is not None, "payload of no request"
-                    count, short = request.fill(sock, min(due, budget_bytes))
+                    digest = codec.digest_payload if codec.data_digest else None
+                    count, short = request.fill(sock, min(due, budget_bytes), digest)
                 else:
                     wanted = codec.bytes_wanted
                     count = sock.recv_into(head, wanted)
@@ -218,13 +235,15 @@ class QueuePair:
                 self._payload = self._open[event.cid]
             elif isinstance(event, DataEnd):
                 self._payload = None
+                if not event.digest_ok:
+                    self._open[event.cid].damaged = True
                 if event.success:
-                    self._complete(event.cid, None)
+                    self._complete(event.cid, 0)
             elif isinstance(event, ResponseReceived):
                 completion = event.completion
                 if completion.cid in self._admin:
                     self._admin[completion.cid] = completion
-                self._complete(completion.cid, error_of(completion.status) if completion.status else None)
+                self._complete(completion.cid, completion.status)
             elif isinstance(event, R2TReceived):
                 request = self._open[event.cid]
                 self._out += self._codec.send_h2c_data(event, request.pieces(event.offset_bytes, event.length_bytes))
@@ -232,10 +251,14 @@ class QueuePair:
                 raise ProtocolError(f"the target ended the connection: fatal error {event.fatal_error}")
             else:
                 assert isinstance(event, ICRespReceived), f"event of the other role: {event}"
+                if (event.header_digest, event.data_digest) != self._wanted_digests:
+                    raise TargetRefused("the target does not do the digests that were asked for")
 
-    def _complete(self, cid: int, error: ForebayError | None) -> None:
+    def _complete(self, cid: int, status: int) -> None:
         request = self._open.pop(cid)
-        request.error = error
+        if not status and request.damaged:
+            status = Status.TRANSIENT_TRANSPORT_ERROR  # as if the target had said so. TCP §3.3.1.1
+        request.error = error_of(status) if status else None
         request.quiesced = True
         self.bytes_in_flight -= request.length_bytes
         self._free.append(cid)

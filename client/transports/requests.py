@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from forebay.checksum import crc32c
 from forebay.client.transports.base import Outcome, ReadOp, Segment, WriteOp
@@ -31,8 +31,10 @@ class Request:
     __slots__ = (
         "_at",
         "_crc",
+        "_nowhere",
         "_segment",
         "checksums",
+        "damaged",
         "error",
         "length_bytes",
         "nsid",
@@ -54,17 +56,27 @@ class Request:
         self.parts: list[tuple[int, int, int]] = []
         self.checksums: list[int | None] = []
         self.error: ForebayError | None = None
+        self.damaged = False
+        """Data came whose digest did not match."""
         self.quiesced = True
         self._segment = 0
         self._at = 0
         self._crc = segments[0].seed if segments else None
+        self._nowhere = _NOWHERE
 
-    def fill(self, sock: socket.socket, due_bytes: int) -> tuple[int, bool]:
+    def fill(
+        self, sock: socket.socket, due_bytes: int, digest: Callable[[memoryview], None] | None = None
+    ) -> tuple[int, bool]:
         """Receive up to ``due_bytes`` of payload straight to where they belong, taking them into the checksums.
 
+        ``digest`` is told every piece that came, in order.
         Stops at a short read, since nothing more is there then. Returns how many came and whether that is why it
         stopped; 0 bytes are the end of the stream. Raises what the socket raises if nothing came.
         """
+        if digest is not None and self._nowhere is _NOWHERE:
+            self._nowhere = memoryview(
+                bytearray(CHUNK_BYTES)
+            )  # others overwrite the common one
         segments, index, at, crc = self.segments, self._segment, self._at, self._crc
         recv_into = sock.recv_into
         got = 0
@@ -75,13 +87,13 @@ class Request:
                 take = min(length_bytes - at, due_bytes - got, CHUNK_BYTES)
                 if take < _SMALL_BYTES and take < due_bytes - got:
                     self._segment, self._at, self._crc = index, at, crc
-                    count, short = self._scatter(sock, min(due_bytes - got, CHUNK_BYTES))
+                    count, short = self._scatter(sock, min(due_bytes - got, CHUNK_BYTES), digest)
                     index, at, crc = self._segment, self._at, self._crc
                     got += count
                     if not count:
                         break
                     continue
-                window = _NOWHERE[:take] if view is None else view[at : at + take]
+                window = self._nowhere[:take] if view is None else view[at : at + take]
                 count = recv_into(window)
                 if count < take:
                     short = True
@@ -90,6 +102,8 @@ class Request:
                     window = window[:count]
                 if crc is not None:
                     crc = crc32c(window, crc)
+                if digest is not None:
+                    digest(window)
                 got += count
                 at += count
                 if at == length_bytes:
@@ -104,7 +118,9 @@ class Request:
             self._segment, self._at, self._crc = index, at, crc
         return got, short
 
-    def _scatter(self, sock: socket.socket, limit_bytes: int) -> tuple[int, bool]:
+    def _scatter(
+        self, sock: socket.socket, limit_bytes: int, digest: Callable[[memoryview], None] | None
+    ) -> tuple[int, bool]:
         """Receive into many small segments by one call."""
         index, at = self._segment, self._at
         windows: list[memoryview] = []
@@ -112,7 +128,7 @@ class Request:
         while asked < limit_bytes and len(windows) < _IOV:
             view, length_bytes, _ = self.segments[index]
             take = min(length_bytes - at, limit_bytes - asked)
-            windows.append(_NOWHERE[:take] if view is None else view[at : at + take])
+            windows.append(self._nowhere[asked : asked + take] if view is None else view[at : at + take])
             asked += take
             at += take
             if at == length_bytes:
@@ -126,6 +142,8 @@ class Request:
             left -= len(part)
             if self._crc is not None:
                 self._crc = crc32c(part, self._crc)
+            if digest is not None:
+                digest(part)
             self._at += len(part)
             if self._at == self.segments[self._segment].length_bytes:
                 self.checksums.append(self._crc)

@@ -21,6 +21,7 @@ _ERRORS: dict[int, type[ForebayError]] = {
     Status.LBA_OUT_OF_RANGE: TargetRefused,
     Status.NAMESPACE_NOT_READY: Unavailable,
     Status.ABORTED_SQ_DELETION: Unavailable,
+    Status.TRANSIENT_TRANSPORT_ERROR: Unavailable,
 }
 
 

@@ -26,7 +26,13 @@ class Link:
     def __init__(self, peer: "Peer", sock: socket.socket) -> None:
         self.peer = peer
         self.sock = sock
-        self.codec = Connection(Role.CONTROLLER, in_capsule_bytes=8192, max_h2c_data_bytes=peer.max_h2c_data_bytes)
+        self.codec = Connection(
+            Role.CONTROLLER,
+            in_capsule_bytes=8192,
+            max_h2c_data_bytes=peer.max_h2c_data_bytes,
+            header_digest=peer.digests,
+            data_digest=peer.digests,
+        )
         self.queue_id = 0
         self.writes: dict[int, tuple[Command, bytearray]] = {}
 
@@ -43,7 +49,8 @@ class Link:
         for at in range(0, len(data), step):
             piece = data[at : at + step]
             last = at + len(piece) == len(data)
-            self.send(self.codec.send_c2h_data(cid, len(piece), offset_bytes=at, last=last, success=last), piece)
+            header = self.codec.send_c2h_data(cid, len(piece), offset_bytes=at, last=last, success=last)
+            self.send(header, piece, *self.codec.data_digest_of(piece))
 
     def run(self) -> None:
         try:
@@ -166,6 +173,7 @@ class Peer:
         self.max_h2c_data_bytes = 256 << 10
         self.r2t_bytes = 1 << 20
         self.lba_shift = 12
+        self.digests = True
         self.answer_keep_alive = True
         self.keep_alives = threading.Semaphore(0)
         self.asked: dict[tuple[int, int], int] = {}
