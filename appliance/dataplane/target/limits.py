@@ -37,6 +37,8 @@ class TargetLimits:
     """Writes of one queue that may hold a buffer, each with its R2T open; further ones wait for their R2T."""
     io_timeout_s: float = 30.0
     """A peer that takes or gives no byte for so long in the middle of a PDU loses its connection."""
+    digests: int = 3
+    """Digests that a host may have: 1 of headers, 2 of data, 3 both, 0 none."""
     connect_timeout_s: float = 10.0
     """A new connection has so long to send what comes next before its Connect command."""
 
@@ -53,6 +55,7 @@ class TargetLimits:
             "max_h2c_data_bytes": (MIN_MAX_H2C_DATA_BYTES, 1 << 30),
             "chunk_bytes": (LBA_BYTES, 64 << 20),
             "open_writes": (1, 128),
+            "digests": (0, 3),
             "io_timeout_s": (0.01, 3600),
             "connect_timeout_s": (0.01, 3600),
         }

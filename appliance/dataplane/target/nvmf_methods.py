@@ -210,8 +210,7 @@ class NvmfMethods:
     def nvmf_ns_add_host(self, params: Params) -> bool:
         """Let a host see a namespace that was attached with `no_auto_visible`."""
         namespace, host = self._hidden_namespace(params)
-        with self._server.lock:
-            namespace.hosts.add(host)
+        self._server.show_namespace(namespace, host)
         return True
 
     def nvmf_ns_remove_host(self, params: Params) -> bool:
@@ -261,7 +260,7 @@ class NvmfMethods:
         """Where a subsystem listens."""
         subsystem = self._subsystem(params)
         params.finish()
-        return [{"address": one.to_dict()} for one in _listeners(subsystem)]
+        return [{"address": one.to_dict()} for one in subsystem.sorted_listeners()]
 
     # --- hosts ------------------------------------------------------------------------------------------------------
 
@@ -275,6 +274,7 @@ class NvmfMethods:
             if host in subsystem.hosts:
                 raise RpcError(INTERNAL_ERROR, "Internal error")
             subsystem.hosts.add(host)
+            self._server.discovery_changed()
         return True
 
     def nvmf_subsystem_remove_host(self, params: Params) -> bool:
@@ -286,6 +286,7 @@ class NvmfMethods:
             if host not in subsystem.hosts:
                 raise RpcError.invalid_params()
             subsystem.hosts.discard(host)
+            self._server.discovery_changed()
         if not subsystem.allows(host):
             self._server.teardown(lambda one: one.subsystem is subsystem and one.host.nqn == host)
         return True
@@ -294,7 +295,9 @@ class NvmfMethods:
         """Switch the allow-list off or on; on, hosts that are not in it have been cut off when this answers."""
         subsystem, allow = self._subsystem(params), params.flag("allow_any_host")
         params.finish()
-        subsystem.allow_any_host = allow
+        with self._server.lock:
+            subsystem.allow_any_host = allow
+            self._server.discovery_changed()
         if not allow:
             self._server.teardown(lambda one: one.subsystem is subsystem and not subsystem.allows(one.host.nqn))
         return True
@@ -312,7 +315,7 @@ class NvmfMethods:
             return [
                 {
                     "cntlid": one.cntlid,
-                    "cntrltype": "io",
+                    "cntrltype": one.kind,
                     "hostnqn": one.host.nqn,
                     "hostid": one.host.host_id,
                     "num_io_qpairs": sum(1 for qid in one.queues if qid),
@@ -352,10 +355,6 @@ class NvmfMethods:
         return {"tick_rate": TICK_RATE, "poll_groups": [group]}
 
 
-def _listeners(subsystem: Subsystem) -> list[ListenAddress]:
-    return sorted(subsystem.listeners, key=lambda one: (one.family, one.address, one.port))
-
-
 def _describe(subsystem: Subsystem) -> dict[str, Any]:
     namespaces = []
     for nsid, one in sorted(subsystem.namespaces.items()):
@@ -371,7 +370,7 @@ def _describe(subsystem: Subsystem) -> dict[str, Any]:
     return {
         "nqn": subsystem.nqn,
         "subtype": "NVMe",
-        "listen_addresses": [one.to_dict() for one in _listeners(subsystem)],
+        "listen_addresses": [one.to_dict() for one in subsystem.sorted_listeners()],
         "allow_any_host": subsystem.allow_any_host,
         "hosts": [{"nqn": host} for host in sorted(subsystem.hosts)],
         "serial_number": subsystem.serial,

@@ -19,7 +19,8 @@ from threading import Event, RLock, Thread
 from typing import Final
 from uuid import uuid4
 
-from forebay.appliance.dataplane.target.controller import Controller
+from forebay.appliance.dataplane.target.controller import Controller, DiscoveryController
+from forebay.appliance.dataplane.target.discovery import DiscoveryLog
 from forebay.appliance.dataplane.target.grants import GrantTable
 from forebay.appliance.dataplane.target.limits import TargetLimits
 from forebay.appliance.dataplane.target.queue import Queue
@@ -29,7 +30,7 @@ from forebay.clock import Clock, SystemClock
 from forebay.ids import HostIdentity
 from forebay.nvmetcp import spec
 from forebay.nvmetcp.command import DYNAMIC_CONTROLLER, Command, ConnectData
-from forebay.nvmetcp.spec import DNR, Status
+from forebay.nvmetcp.spec import DNR, AsyncEvent, Status
 
 __all__ = ["Server"]
 
@@ -100,7 +101,17 @@ class Server:
         self.controllers: set[Controller] = set()
         self.queues: set[Queue] = set()
         self.counts = {"admin_qpairs": 0, "io_qpairs": 0, "completed_nvme_io": 0, "refused_connections": 0}
+        self.discovery = Subsystem(
+            spec.DISCOVERY_NQN,
+            serial="00000000000000000000",
+            model="Forebay",
+            max_namespaces=0,
+            allow_any_host=True,
+            discovery=True,
+        )
+        self._discovery_log = DiscoveryLog(self.subsystems)
         self._clock = clock or SystemClock()
+        self._started_ms = self._clock.monotonic_ms()
         self._portals: dict[ListenAddress, _Portal] = {}
         self._next_cntlid: int = 1
         self._stopping = Event()
@@ -161,8 +172,8 @@ class Server:
         if not 2 <= entries <= self.limits.max_queue_depth:
             return bad, 44
         with self.lock:
-            subsystem = self.subsystems.get(data.subsystem_nqn)
-            if subsystem is None or queue.listener not in subsystem.listeners:
+            subsystem = self._subsystem_at(data.subsystem_nqn, queue.listener)
+            if subsystem is None:
                 return bad, in_data | spec.CONNECT_DATA.offset_bytes("subnqn")
             if not subsystem.allows(data.host_nqn):
                 log.warning("%s: host %s is not allowed in %s", queue.peer, data.host_nqn, subsystem.nqn)
@@ -175,13 +186,37 @@ class Server:
             cntlid = self._free_cntlid(subsystem)
             if cntlid is None:
                 return Status.CONNECT_CONTROLLER_BUSY, 0
-            controller = Controller(cntlid, subsystem, host, self.limits, self._clock, kato_ms=command.cdw12)
+            controller = self._new_controller(queue, cntlid, subsystem, host, command.cdw12)
             controller.queues[0] = queue
             self.controllers.add(controller)
             queue.controller = controller
             self.counts["admin_qpairs"] += 1
             log.info("%s: controller %d of %s for %s %s", queue.peer, cntlid, subsystem.nqn, host.nqn, host.host_id)
             return Status.SUCCESS, cntlid
+
+    def _subsystem_at(self, nqn: str, listener: ListenAddress) -> Subsystem | None:
+        if nqn == spec.DISCOVERY_NQN:
+            return self.discovery
+        found = self.subsystems.get(nqn)
+        return found if found is not None and listener in found.listeners else None
+
+    def _new_controller(
+        self, queue: Queue, cntlid: int, subsystem: Subsystem, host: HostIdentity, kato_ms: int
+    ) -> Controller:
+        if subsystem.discovery:
+            return DiscoveryController(
+                cntlid,
+                subsystem,
+                host,
+                self.limits,
+                self._clock,
+                kato_ms=kato_ms,
+                log=self._discovery_log,
+                reached_at=queue.local_address,
+            )
+        return Controller(
+            cntlid, subsystem, host, self.limits, self._clock, kato_ms=kato_ms, started_ms=self._started_ms
+        )
 
     def _add_io_queue(
         self, queue: Queue, qid: int, cntlid: int, subsystem: Subsystem, host: HostIdentity
@@ -282,6 +317,28 @@ class Server:
                     queue.cut()
                 queue.ended.wait(_QUIESCE_POLL_S)
 
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _namespace_changed(self, subsystem: Subsystem, nsid: int, concerns: Callable[[str], bool]) -> None:
+        """Tell the controllers whose host (by NQN) saw or sees the namespace. Called with the lock."""
+        for controller in self.controllers:
+            if controller.subsystem is subsystem and concerns(controller.host.nqn):
+                controller.events.namespace_changed(nsid)
+                self._tell(controller)
+
+    def discovery_changed(self) -> None:
+        """What discovery controllers say may be another now. Called with the lock."""
+        self._discovery_log.generation += 1
+        for controller in self.controllers:
+            if controller.subsystem is self.discovery:
+                controller.events.notice(AsyncEvent.DISCOVERY_LOG_CHANGE)
+                self._tell(controller)
+
+    def _tell(self, controller: Controller) -> None:
+        queue = controller.queues.get(0)
+        if queue is not None:
+            queue.tell_events()
+
     # --- volumes and namespaces -------------------------------------------------------------------------------------
 
     def volume(self, name: str) -> Volume:
@@ -309,7 +366,7 @@ class Server:
                 if namespace.volume is volume
             ]
             for subsystem, nsid in using:
-                subsystem.namespaces.pop(nsid).live = False
+                self._drop_namespace(subsystem, nsid)
             del self.volumes[name]
         self.quiesce(lambda _, active: active.volume is volume)
         self.grants.revoke_all(name)
@@ -336,20 +393,41 @@ class Server:
             if namespace.volume in claimed:
                 raise _error(errno.EBUSY)
             used[namespace.nsid] = namespace
+            self._namespace_changed(subsystem, namespace.nsid, namespace.visible_to)
 
     def remove_namespace(self, subsystem: Subsystem, nsid: int) -> None:
         """Take it away; open commands on it have ended when this returns. ENODEV."""
         with self.lock:
-            namespace = subsystem.namespaces.pop(nsid, None)
-            if namespace is None:
+            if nsid not in subsystem.namespaces:
                 raise _error(errno.ENODEV)
-            namespace.live = False
+            namespace = self._drop_namespace(subsystem, nsid)
         self.quiesce(lambda _, active: active is namespace)
+
+    def _drop_namespace(self, subsystem: Subsystem, nsid: int) -> Namespace:
+        namespace = subsystem.namespaces.pop(nsid)
+        seen_by = {one.host.nqn for one in self.controllers if namespace.visible_to(one.host.nqn)}
+        namespace.live = False
+        self._namespace_changed(subsystem, nsid, seen_by.__contains__)
+        return namespace
+
+    def show_namespace(self, namespace: Namespace, host_nqn: str) -> None:
+        """Let a host see a namespace that not all see."""
+        with self.lock:
+            if host_nqn not in namespace.hosts:
+                namespace.hosts.add(host_nqn)
+                self._sight_changed(namespace, host_nqn)
+
+    def _sight_changed(self, namespace: Namespace, host_nqn: str) -> None:
+        for subsystem in self.subsystems.values():
+            if subsystem.namespaces.get(namespace.nsid) is namespace:
+                self._namespace_changed(subsystem, namespace.nsid, lambda nqn: nqn == host_nqn)
 
     def hide_namespace(self, namespace: Namespace, host_nqn: str) -> None:
         """Take a host's sight of it away; its open commands on it have ended when this returns."""
         with self.lock:
-            namespace.hosts.discard(host_nqn)
+            if host_nqn in namespace.hosts:
+                namespace.hosts.discard(host_nqn)
+                self._sight_changed(namespace, host_nqn)
 
         def concerns(queue: Queue, active: Namespace) -> bool:
             controller = queue.controller
@@ -365,6 +443,7 @@ class Server:
             if subsystem.nqn in self.subsystems:
                 raise _error(errno.EEXIST)
             self.subsystems[subsystem.nqn] = subsystem
+            self.discovery_changed()
 
     def delete_subsystem(self, subsystem: Subsystem) -> None:
         """End its controllers, then take its namespaces and listeners away. ENODEV."""
@@ -373,6 +452,7 @@ class Server:
                 raise _error(errno.ENODEV)
             for namespace in subsystem.namespaces.values():
                 namespace.live = False
+            self.discovery_changed()
             listeners = list(subsystem.listeners)
         self.teardown(lambda one: one.subsystem is subsystem)
         for listener in listeners:
@@ -389,6 +469,7 @@ class Server:
                 portal = _Portal(family, address, port, self._accept)
                 self._portals[portal.address] = portal
             subsystem.listeners.add(portal.address)
+            self.discovery_changed()
             return portal.address
 
     def remove_listener(self, subsystem: Subsystem, listener: ListenAddress) -> None:
@@ -397,6 +478,7 @@ class Server:
             if listener not in subsystem.listeners:
                 raise _error(errno.ENOENT)
             subsystem.listeners.discard(listener)
+            self.discovery_changed()
             shared = any(listener in one.listeners for one in self.subsystems.values())
             portal = None if shared else self._portals.pop(listener, None)
             queues = [

@@ -9,6 +9,9 @@ from contextlib import suppress
 from typing import Final
 
 from forebay.nvmetcp.connection import Buffer, Connection
+from forebay.nvmetcp.events import DataEnd
+from forebay.nvmetcp.spec import DIGEST_BYTES
+from forebay.nvmetcp.states import State
 
 __all__ = ["PeerLost", "Stream"]
 
@@ -32,6 +35,8 @@ class Stream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        self.local_address: str = sock.getsockname()[0]
+        """Where the peer reached this end."""
         self.receive_header = sock.recv_into
         """`recv_into` itself: raises BlockingIOError after the time-out."""
 
@@ -55,17 +60,43 @@ class Stream:
         except BlockingIOError:
             raise PeerLost("the peer stopped receiving") from None
 
-    def receive(self, view: memoryview) -> None:
-        """Fill `view` with payload. Raises `PeerLost`, OSError."""
+    def send_now(self, pieces: list[Buffer]) -> bool:
+        """Send without waiting; False if the socket did not take all, and then the stream is broken."""
+        try:
+            return self._sock.sendmsg(pieces, (), socket.MSG_DONTWAIT) == sum(map(len, pieces))
+        except OSError:
+            return False
+
+    def receive(self, view: memoryview) -> bool:
+        """Fill `view` with payload. Raises `PeerLost`, OSError.
+
+        If it ends its PDU, so does a digest that was negotiated; False if that does not match.
+        """
+        conn = self.conn
         while view:
-            try:
-                count = self._sock.recv_into(view)
-            except BlockingIOError:
-                raise PeerLost("the peer stopped sending data") from None
-            if not count:
-                raise PeerLost("the peer closed in the middle of data")
-            self.conn.payload_received(count)
+            count = self._receive_some(view)
+            if conn.data_digest:
+                conn.digest_payload(view[:count])
+            conn.payload_received(count)
             view = view[count:]
+        return conn.state is not State.DIGEST or self._receive_digest()
+
+    def _receive_digest(self) -> bool:
+        scratch = memoryview(bytearray(DIGEST_BYTES))
+        while True:
+            count = self._receive_some(scratch[: self.conn.bytes_wanted])
+            for event in self.conn.receive_data(scratch[:count]):
+                assert isinstance(event, DataEnd), f"{event} in the middle of a digest"
+                return event.digest_ok
+
+    def _receive_some(self, view: memoryview) -> int:
+        try:
+            count = self._sock.recv_into(view)
+        except BlockingIOError:
+            raise PeerLost("the peer stopped sending data") from None
+        if not count:
+            raise PeerLost("the peer closed in the middle of data")
+        return count
 
     def drain(self, scratch: memoryview) -> None:
         """Throw the current payload away."""

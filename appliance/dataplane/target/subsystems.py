@@ -51,7 +51,7 @@ class Namespace:
 
 
 class Subsystem:
-    """One NVM subsystem."""
+    """One NVM subsystem, or the discovery subsystem."""
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class Subsystem:
         max_namespaces: int,
         allow_any_host: bool,
         cntlids: tuple[int, int] = (1, MAX_CNTLID),
+        discovery: bool = False,
     ) -> None:
         self.nqn = nqn
         self.serial = serial
@@ -70,6 +71,8 @@ class Subsystem:
         self.allow_any_host = allow_any_host
         self.cntlids = cntlids
         """First and last controller id."""
+        self.discovery = discovery
+        """This is the discovery subsystem: it has no namespaces, and is reached wherever any other one is."""
         self.hosts: set[str] = set()
         self.namespaces: dict[int, Namespace] = {}
         self.listeners: set[ListenAddress] = set()
@@ -77,6 +80,10 @@ class Subsystem:
     def allows(self, host_nqn: str) -> bool:
         """Whether the host may connect."""
         return self.allow_any_host or host_nqn in self.hosts
+
+    def sorted_listeners(self) -> list[ListenAddress]:
+        """Where it listens, in an order that stays."""
+        return sorted(self.listeners, key=lambda one: (one.family, one.address, one.port))
 
     def namespace(self, nsid: int, host_nqn: str) -> Namespace | None:
         """The namespace of that id, if this host sees it."""

@@ -33,6 +33,7 @@ _MEMORY_FILE_SYSTEMS: Final = frozenset((0x01021994, 0x858458F6))
 """f_type of tmpfs and ramfs, statfs(2)."""
 _FALLOC_KEEP_SIZE: Final = 0x01
 _FALLOC_PUNCH_HOLE: Final = 0x02
+_FALLOC_ZERO_RANGE: Final = 0x10
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _VERIFY_BYTES: Final = 2 << 20
 _HUGE_PAGE_BYTES: Final = 2 << 20
@@ -41,23 +42,33 @@ _HUGE_PAGE_BYTES: Final = 2 << 20
 class IoTally:
     """What one queue did on one volume. Only that queue's thread adds to it.
 
-    ``read_ns`` is the time that reads took with their sending, ``write_ns`` that of writing to media.
+    ``read_ns`` is the time that reads took with their sending, ``write_ns`` that of writing to media, ``unmap_ns`` that
+    of deallocating and of writing zeros. ``errors`` are what the drive refused or failed.
     """
 
-    __slots__ = ("bytes_read", "bytes_written", "read_ns", "reads", "write_ns", "writes")
+    __slots__ = (
+        "bytes_read",
+        "bytes_unmapped",
+        "bytes_written",
+        "errors",
+        "read_ns",
+        "reads",
+        "unmap_ns",
+        "unmaps",
+        "write_ns",
+        "writes",
+    )
 
     def __init__(self) -> None:
         self.reads = self.bytes_read = self.read_ns = 0
         self.writes = self.bytes_written = self.write_ns = 0
+        self.unmaps = self.bytes_unmapped = self.unmap_ns = 0
+        self.errors = 0
 
     def add(self, other: IoTally) -> None:
         """Add another's counts to these."""
-        self.reads += other.reads
-        self.bytes_read += other.bytes_read
-        self.read_ns += other.read_ns
-        self.writes += other.writes
-        self.bytes_written += other.bytes_written
-        self.write_ns += other.write_ns
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 def aligned_buffers(size_bytes: int) -> list[memoryview]:
@@ -137,6 +148,7 @@ class Volume:
             if not self.size_bytes or self.size_bytes % LBA_BYTES:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             self.lba_count = self.size_bytes // LBA_BYTES
+            self.is_device = stat.S_ISBLK(mode)
             self.io = self._choose_io(stat.S_ISREG(mode))
         except BaseException:
             os.close(self._fd)
@@ -158,6 +170,11 @@ class Volume:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
             return "buffered"
         return "direct"
+
+    @property
+    def deallocates(self) -> bool:
+        """Whether hosts may have ranges deallocated or zeroed: on a fenced volume that is the daemon's part."""
+        return not self.fenced and not self.readonly
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -219,6 +236,9 @@ class Volume:
 
     def prepare_region(self, offset_bytes: int, length_bytes: int) -> None:
         """Reserve the range's space and make it read as zeros. Raises OSError (ENOSPC: nothing stays reserved)."""
+        if self.is_device:  # its space is all there; on a thin one zeros keep what they are written to
+            self.write_zeroes(offset_bytes, length_bytes)
+            return
         _fallocate(self._fd, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, offset_bytes, length_bytes)
         try:
             _fallocate(self._fd, _FALLOC_KEEP_SIZE, offset_bytes, length_bytes)
@@ -227,8 +247,25 @@ class Volume:
             raise
 
     def release_region(self, offset_bytes: int, length_bytes: int) -> None:
-        """Give the range's space back to the file system; it reads as zeros after. Raises OSError."""
-        _fallocate(self._fd, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, offset_bytes, length_bytes)
+        """Give the range's space back to the file system or device; it reads as zeros after. Raises OSError.
+
+        Of a device the kernel makes a discard where that is known to zero, and else says EOPNOTSUPP.
+        """
+        try:
+            _fallocate(self._fd, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, offset_bytes, length_bytes)
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP or not self.is_device:
+                raise
+            self.write_zeroes(offset_bytes, length_bytes)
+
+    def write_zeroes(self, offset_bytes: int, length_bytes: int) -> None:
+        """Make the range read as zeros and keep its space. Raises OSError."""
+        try:
+            _fallocate(self._fd, _FALLOC_ZERO_RANGE | _FALLOC_KEEP_SIZE, offset_bytes, length_bytes)
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP or self.is_device:
+                raise
+            self.prepare_region(offset_bytes, length_bytes)  # tmpfs, among others
 
     def checksums(self, ranges: Sequence[tuple[int, int, int]]) -> list[int]:
         """CRC-32C of `(offset_bytes, length_bytes, seed)` ranges. Raises OSError.

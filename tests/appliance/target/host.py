@@ -29,6 +29,21 @@ HOST_NQN = f"nqn.2014-08.org.nvmexpress:uuid:{HOST_ID}"
 OTHER_NQN = f"nqn.2014-08.org.nvmexpress:uuid:{OTHER_ID}"
 
 
+def get_log_page(cid: int, page: int, length_bytes: int, offset_bytes: int = 0, *, retain: bool = False) -> Command:
+    """Get Log Page. Base §5.16."""
+    dwords = length_bytes // 4 - 1
+    return Command(
+        spec.AdminOpcode.GET_LOG_PAGE,
+        spec.SQE_PSDT_SGL,
+        cid,
+        0xFFFFFFFF,
+        cdw10=page | retain << 15 | (dwords & 0xFFFF) << 16,
+        cdw11=dwords >> 16,
+        cdw12=offset_bytes & 0xFFFFFFFF,
+        cdw13=offset_bytes >> 32,
+    )
+
+
 class Gone(Exception):
     """The target closed the connection."""
 
@@ -36,7 +51,9 @@ class Gone(Exception):
 class RawHost:
     """One queue."""
 
-    def __init__(self, port: int, *, receive_buffer_bytes: int = 0) -> None:
+    def __init__(
+        self, port: int, *, receive_buffer_bytes: int = 0, header_digest: bool = False, data_digest: bool = False
+    ) -> None:
         self.sock = socket.socket()
         if receive_buffer_bytes:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
@@ -46,7 +63,7 @@ class RawHost:
         except OSError:
             self.sock.close()
             raise
-        self.conn = Connection(Role.HOST)
+        self.conn = Connection(Role.HOST, header_digest=header_digest, data_digest=data_digest)
         self.events: deque[Event] = deque()
         self.cid = 0
 
@@ -106,6 +123,7 @@ class RawHost:
             if isinstance(event, DataChunk):
                 got[event.offset_bytes : event.offset_bytes + len(event.data)] = event.data
             elif isinstance(event, DataEnd) and event.success:
+                assert event.digest_ok
                 return Completion(0, 0, 0, one.cid, 0, False), bytes(got)
             elif isinstance(event, R2TReceived):
                 assert write is not None
@@ -147,6 +165,13 @@ class RawHost:
             return self.run(one, data=data)[0]
         return self.run(one, write=data)[0]
 
+    def log_page(self, page: int, length_bytes: int, *, offset_bytes: int = 0, retain: bool = False) -> bytes:
+        """A log page that must be there."""
+        one = get_log_page(self.next_cid(), page, length_bytes, offset_bytes, retain=retain)
+        done, raw = self.run(one, read_bytes=length_bytes)
+        assert done.status == 0, f"{done.status:#x}"
+        return raw
+
     def start_write(self, slba: int, length_bytes: int, nsid: int = 1) -> R2TReceived:
         """Send a Write and wait for its R2T."""
         one = command.write(self.next_cid(), nsid, slba, length_bytes // 4096)
@@ -183,16 +208,21 @@ class Association:
         flow_control: bool = False,
         receive_buffer_bytes: int = 0,
         keep_alive_ms: int = 0,
+        header_digest: bool = False,
+        data_digest: bool = False,
     ) -> None:
+        digests = {"header_digest": header_digest, "data_digest": data_digest}
         identity = {"host_nqn": host_nqn, "host_id": host_id}
-        self.admin = RawHost(port).initialize()
+        self.admin = RawHost(port, **digests).initialize()
         done = self.admin.connect(nqn, flow_control=flow_control, keep_alive_ms=keep_alive_ms, **identity)  # type: ignore[arg-type]
         assert done.status == 0, f"{done.status:#x}"
         self.cntlid = done.result & 0xFFFF
         self.admin.enable()
         self.io: list[RawHost] = []
         for qid in range(1, queues + 1):
-            queue = RawHost(port, receive_buffer_bytes=receive_buffer_bytes).initialize()
+            queue = RawHost(
+                port, receive_buffer_bytes=receive_buffer_bytes, header_digest=header_digest, data_digest=data_digest
+            ).initialize()
             done = queue.connect(nqn, qid=qid, cntlid=self.cntlid, flow_control=flow_control, **identity)  # type: ignore[arg-type]
             assert done.status == 0, f"{done.status:#x}"
             self.io.append(queue)

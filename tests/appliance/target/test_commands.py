@@ -144,7 +144,7 @@ def test_identify(rig: Rig) -> None:  # Base §5.17
             (77, CnsValue.NAMESPACE, 65, Status.INVALID_NAMESPACE),
             (78, CnsValue.NAMESPACE_DESCRIPTORS, 7, Status.INVALID_NAMESPACE),
             (79, CnsValue.ACTIVE_NAMESPACES, 0xFFFFFFFE, Status.INVALID_NAMESPACE),
-            (80, 0x06, 0, Status.INVALID_FIELD),
+            (80, 0x05, 0, Status.INVALID_FIELD),
         ):
             done, _ = host.admin.run(command.identify(cid, cns, nsid), read_bytes=4096)  # type: ignore[arg-type]
             assert (done.status, done.do_not_retry) == (status, True)
@@ -164,22 +164,48 @@ def test_features(disk_rig: Rig) -> None:  # Base §5.27
         assert host.admin.run(command.get_features(27, FeatureId.ASYNC_EVENT_CONFIGURATION))[0].result == 0x100
         assert host.admin.run(command.set_features(28, FeatureId.HOST_IDENTIFIER, 0))[0].status == 2
         assert host.admin.run(command.get_features(29, FeatureId.HOST_IDENTIFIER))[0].status == 2
+        wide = command.get_features(30, FeatureId.HOST_IDENTIFIER)._replace(cdw11=1)
+        assert host.admin.run(wide, read_bytes=16)[1] == HOST_ID.bytes
+        assert host.admin.run(wide._replace(cid=31))[0].status == Status.DATA_SGL_LENGTH_INVALID
 
 
-def test_async_event_requests_are_held(disk_rig: Rig) -> None:  # Base §5.2
+@pytest.mark.parametrize(
+    ("feature", "at_first", "good", "bad"),
+    [
+        (FeatureId.ARBITRATION, 0x7, 0x3, None),
+        (FeatureId.POWER_MANAGEMENT, 0, 0, 1),
+        (FeatureId.TEMPERATURE_THRESHOLD, 0xFFFF, 0x150, None),
+        (FeatureId.ERROR_RECOVERY, 0, 5, None),
+        (FeatureId.VOLATILE_WRITE_CACHE, 1, 1, 0),
+        (FeatureId.WRITE_ATOMICITY, 0, 1, None),
+    ],
+)
+def test_features_that_every_controller_has(
+    disk_rig: Rig, feature: FeatureId, at_first: int, good: int, bad: int | None
+) -> None:
     with disk_rig.attach() as host:
-        for cid in range(100, 104):
-            host.admin.send(host.admin.conn.send_command(command.async_event_request(cid)))
-        done, _ = host.admin.run(command.async_event_request(104))
-        assert done.status == 0x105
-        assert host.admin.run(command.keep_alive(105))[0].status == 0
-        assert host.admin.conn.open_commands == 4
+        assert host.admin.run(command.get_features(20, feature))[0].result == at_first
+        if bad is not None:
+            assert host.admin.run(command.set_features(21, feature, bad))[0].status
+            assert host.admin.run(command.get_features(22, feature))[0].result == at_first
+        assert host.admin.run(command.set_features(23, feature, good))[0].status == 0
+        assert host.admin.run(command.get_features(24, feature))[0].result == good
+        saved = command.set_features(25, feature, good)
+        assert host.admin.run(saved._replace(cdw10=saved.cdw10 | 1 << 31))[0].status == Status.FEATURE_NOT_SAVEABLE
+        default = command.get_features(26, feature)
+        assert host.admin.run(default._replace(cdw10=default.cdw10 | 1 << 8))[0].status == Status.INVALID_FIELD
+
+
+def test_keep_alive_timer_is_rounded_up(disk_rig: Rig) -> None:  # Base §5.27.1.12
+    with disk_rig.attach() as host:
+        host.admin.run(command.set_features(20, FeatureId.KEEP_ALIVE_TIMER, 120_001))
+        assert host.admin.run(command.get_features(21, FeatureId.KEEP_ALIVE_TIMER))[0].result == 120_100
 
 
 def test_the_other_admin_commands(disk_rig: Rig) -> None:
     with disk_rig.attach() as host:
         assert host.admin.run(Command(0x08, 0x40, 30, cdw10=0x00010001))[0].result & 1  # Abort: not aborted
-        assert host.admin.run(Command(0x02, 0x40, 31, cdw10=2))[0].status == Status.INVALID_LOG_PAGE
+        assert host.admin.run(Command(0x02, 0x40, 31, cdw10=0x0D))[0].status == Status.INVALID_LOG_PAGE
         assert host.admin.run(Command(0x7C, 0x40, 32))[0].status == Status.INVALID_OPCODE
         assert host.admin.run(Command(0x7F, 0x40, 33, nsid=0x08))[0].status == Status.INVALID_OPCODE  # Disconnect
         done, _ = host.admin.run(Command(0x09, 0x40, 34, cdw10=0x16), data=bytes(512))
@@ -288,8 +314,9 @@ def test_flush(rig: Rig) -> None:
         (command.read(1, 0, 0, 1), 4096, Status.INVALID_NAMESPACE),
         (command.read(1, 1, 0, LIMITS.max_command_bytes // 4096 + 1), 8 << 20, Status.INVALID_FIELD),
         (command.read(1, 1, 0, 2), 4096, Status.DATA_SGL_LENGTH_INVALID),
-        (Command(IoOpcode.WRITE_ZEROES, 0x40, 1, 1), 0, Status.INVALID_OPCODE),
-        (Command(IoOpcode.DATASET_MANAGEMENT, 0x40, 1, 1, cdw11=4), 0, Status.INVALID_OPCODE),
+        (Command(IoOpcode.WRITE_ZEROES, 0x40, 1, 1), 0, Status.ACCESS_DENIED),
+        (Command(IoOpcode.DATASET_MANAGEMENT, 0x40, 1, 1, cdw11=4), 0, Status.ACCESS_DENIED),
+        (Command(0x05, 0x40, 1, 1), 0, Status.INVALID_OPCODE),
     ],
 )
 def test_io_refusals(disk_rig: Rig, one: Command, read_bytes: int, status: Status) -> None:

@@ -266,7 +266,7 @@ def test_host_discard_is_not_offered(rig: Rig) -> None:
     with rig.attach() as host:
         for opcode in (0x08, 0x09):
             done, _ = host.io[0].run(command.Command(opcode, 0x40, 99 + opcode, 1, cdw11=4))
-            assert (done.status, done.do_not_retry) == (Status.INVALID_OPCODE, True)
+            assert (done.status, done.do_not_retry) == (Status.ACCESS_DENIED, True)
 
 
 # --- the table itself -------------------------------------------------------------------------------------------------
