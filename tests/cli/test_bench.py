@@ -81,6 +81,13 @@ def test_a_working_set_that_is_too_small(forebay: Shell) -> None:
     assert "working set of 32 MiB" in forebay("bench", "--working-set", "1MiB", "--size", "2MiB", code=USAGE)
 
 
+def test_sizes_of_any_number_of_bytes(forebay: Shell) -> None:
+    (comparison,) = bench(forebay, "--op", "get", "--size", "4097")["comparisons"][1:]
+    assert comparison["block_bytes"] == 4097
+    assert "ValueSize" in forebay("bench", "--op", "get", "--size", "65MiB", code=USAGE)
+    assert "ValueSize" in forebay("bench", "--op", "get", "--size", "0", code=USAGE)
+
+
 def test_space_that_is_needed() -> None:
     options = BenchOptions(("get", "put"), (1 << 20,), (4,), 10, 64 << 20, 32 << 20, 3, None, 1, 2, False, "flush")
     get, put = options.works()
@@ -103,6 +110,9 @@ def test_interrupted_it_leaves_nothing(node: DemoNode, forebay: Shell) -> None:
                     time.sleep(0.02)
             os.killpg(running.pid, signal.SIGINT)  # as a terminal does
             assert running.wait(30) == INTERRUPTED
+            assert running.stderr is not None
+            told = running.stderr.read().decode()
+            assert "Traceback" not in told and told.splitlines()[-1] == "forebay: interrupted"
         finally:
             running.kill()
     assert left(forebay) == ["default/default"]

@@ -98,12 +98,12 @@ class Session:
             yield client
 
     @contextmanager
-    def admin(self) -> Iterator[Admin]:
+    def admin(self, deadline_ms: int = 10_000) -> Iterator[Admin]:
         """A connected administrator."""
         url, token = self.locate()
         from forebay.client import Admin
 
-        with Admin(url, token=token) as admin:
+        with Admin(url, token=token, deadline_ms=deadline_ms) as admin:
             yield admin
 
     def emit(self, document: object, human: Callable[[Console], None]) -> None:

@@ -95,9 +95,10 @@ __all__ = ["bench"]
 def bench(session: Session, /, **given: Any) -> int:
     """Measure get, put and match of the running node, in turns with references that move the same bytes.
 
-    Works in a namespace of its own (forebay-bench/...), which is removed at the end, however that comes; a token that
-    may create none works with keys of its own in --namespace, removed as well. Nothing of others is evicted: a node
-    without room is refused. Every block read is checked, and a miss ends the run.
+    Works in a namespace of its own (forebay-bench/...) with a quota, which is removed at the end, however that comes:
+    nothing of others is evicted, and a node without room is refused. A token that may create none works with keys of
+    its own in --namespace, removed as well; there that namespace's eviction holds. Every side proves once that it
+    reads what was written, and a miss ends the run.
 
     Sides take turns, so that whatever else the machine does meets all of them. Figures are medians of the turns with
     a 95 % interval, and latencies of single calls. The references: `tcp`, the same bytes between two processes over

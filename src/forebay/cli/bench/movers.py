@@ -49,8 +49,8 @@ class Memory:
         size, values = work.block_bytes, 1 if work.operation == "match" else work.count
         source, target = mmap.mmap(-1, values * size), mmap.mmap(-1, work.batch * size)
         rng = np.random.default_rng(size)
-        np.frombuffer(source, np.uint64)[:] = rng.integers(0, 1 << 64, len(source) // 8, np.uint64)
-        np.frombuffer(target, np.uint8)[:] = 1
+        source[:] = rng.bytes(len(source))
+        target[:] = bytes([1]) * len(target)
         self.values = [memoryview(source)[i * size : (i + 1) * size] for i in range(values)]
         self.buffers = [memoryview(target)[i * size : (i + 1) * size] for i in range(work.batch)]
 

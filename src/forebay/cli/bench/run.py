@@ -18,8 +18,8 @@ from forebay.cli.bench.worker import Worker, WorkerSettings
 from forebay.cli.context import Session
 from forebay.cli.demo.signals import ignored
 from forebay.cli.sizes import format_size
-from forebay.errors import CapacityShort, ForebayError, InvalidArgument, NotFound, PermissionDenied
-from forebay.ids import MAX_BATCH_KEYS, align_up
+from forebay.errors import CapacityShort, ForebayError, InvalidArgument, NotFound, PermissionDenied, ValueSize
+from forebay.ids import MAX_VALUE_BYTES, align_up
 from forebay.measure.redis_peer import RedisServer, missing_redis
 from forebay.measure.samples import Side, interleave, process_cpu_s
 
@@ -67,6 +67,8 @@ class BenchOptions:
                 yield Work("match", _MATCH_BLOCK_BYTES, self.match_keys, self.match_keys, calls)
                 continue
             for size in self.block_bytes:
+                if not 1 <= size <= MAX_VALUE_BYTES:
+                    raise ValueSize(f"blocks of {size} bytes", field="size", limit=f"1 to {MAX_VALUE_BYTES}")
                 for batch in self.batches:
                     count = self.working_bytes // (size * self.lanes) // batch * batch
                     if not count:
@@ -257,6 +259,3 @@ def _compare(
     # the first slot of each warmed up
     calls = {name: [s for slot in slots[1:] for s in slot] for name, slots in latencies.items()}
     return Comparison(work.operation, work.block_bytes, work.batch, samples, calls, remote=not shared["forebay"])
-
-
-assert KEY_BYTES * MAX_BATCH_KEYS < 1 << 20  # a question of match is one small message

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["top"]
 
 _HEIGHT = 24
+_ANSWER_MS = 2_000
+"""How long a node may take to answer: meanwhile no key is heard."""
 
 
 @contextmanager
@@ -142,7 +144,7 @@ def top(session: Session, interval: float, once: bool) -> int:
     or with --json, it prints one frame as --once does.
     """
     shown = console()
-    with session.admin() as admin:
+    with session.admin(_ANSWER_MS) as admin:
         if not (once or session.json) and shown.is_terminal:
             with suppress(KeyboardInterrupt):
                 _follow(admin, interval, shown)
