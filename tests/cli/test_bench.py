@@ -17,7 +17,20 @@ from forebay.errors import InvalidArgument
 from forebay.measure.redis_peer import missing_redis
 from tests.cli.shell import Shell
 
-SMALL = ["--size", "64KiB", "--batch", "2", "--keys", "40", "--working-set", "1MiB", "--slot", "1MiB", "--rounds", "2"]
+SMALL = [
+    "--size",
+    "64KiB",
+    "--batch",
+    "2",
+    "--keys",
+    "40",
+    "--working-set",
+    "512KiB",
+    "--slot",
+    "512KiB",
+    "--rounds",
+    "2",
+]
 
 
 def bench(forebay: Shell, *argv: str) -> dict[str, Any]:
@@ -82,7 +95,7 @@ def test_a_working_set_that_is_too_small(forebay: Shell) -> None:
 
 
 def test_sizes_of_any_number_of_bytes(forebay: Shell) -> None:
-    (comparison,) = bench(forebay, "--op", "get", "--size", "4097")["comparisons"][1:]
+    (comparison,) = bench(forebay, "--op", "get", "--size", "4097", "--rounds", "1")["comparisons"][1:]
     assert comparison["block_bytes"] == 4097
     assert "ValueSize" in forebay("bench", "--op", "get", "--size", "65MiB", code=USAGE)
     assert "ValueSize" in forebay("bench", "--op", "get", "--size", "0", code=USAGE)
