@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any
 
 from forebay.appliance.dataplane.target.bdev_methods import TICK_RATE, optional_uuid
 from forebay.appliance.dataplane.target.queue import Queue
@@ -16,14 +16,9 @@ from forebay.appliance.dataplane.target.rpc import INTERNAL_ERROR, Method, Param
 from forebay.appliance.dataplane.target.server import Server
 from forebay.appliance.dataplane.target.subsystems import MAX_CNTLID, ListenAddress, Namespace, Subsystem
 from forebay.errors import ConfigInvalid
-from forebay.nvmetcp.spec import NQN_MAX_BYTES
+from forebay.nvmetcp.spec import DISCOVERY_NQN, NQN_MAX_BYTES
 
 __all__ = ["NvmfMethods"]
-
-_IGNORED_TRANSPORT: Final = (
-    "tgt_name", "max_aq_depth", "io_unit_size", "num_shared_buffers", "buf_cache_size", "abort_timeout_sec",
-    "c2h_success", "control_msg_num", "sock_priority", "zcopy", "ack_timeout", "kas", "min_kato", "dif_insert_or_strip",
-)  # fmt: skip
 
 
 class NvmfMethods:
@@ -73,8 +68,7 @@ class NvmfMethods:
             "max_io_size": "max_command_bytes",
         }
         changes = {ours: params.integer(theirs, 0, 1 << 32, -1) for theirs, ours in names.items() if params.has(theirs)}
-        params.ignore(*_IGNORED_TRANSPORT)
-        params.finish()
+        # Other parameters have no meaning here; SPDK takes any without a word.
         if self._server.transport_created:
             raise RpcError(INTERNAL_ERROR, "Transport type 'TCP' already exists")
         try:
@@ -108,6 +102,15 @@ class NvmfMethods:
                 "dif_insert_or_strip": False,
                 "zcopy": False,
                 "c2h_success": True,
+                "iobuf_small_cache_size": 0,
+                "iobuf_large_cache_size": 0,
+                "sock_priority": 0,
+                "abort_timeout_sec": 0,
+                "ack_timeout": 0,
+                "data_wr_pool_size": 0,
+                "disable_command_passthru": False,
+                "kas": 100,
+                "min_kato": 0,
             }
         ]
 
@@ -115,7 +118,7 @@ class NvmfMethods:
 
     def _subsystem(self, params: Params) -> Subsystem:
         params.ignore("tgt_name")
-        found = self._server.subsystems.get(params.text("nqn"))
+        found = self._server.subsystem(params.text("nqn"))
         if found is None:
             raise RpcError.invalid_params()
         return found
@@ -133,15 +136,18 @@ class NvmfMethods:
         params.ignore("tgt_name", "ana_reporting", "max_discard_size_kib", "max_write_zeroes_size_kib", "passthrough")
         params.finish()
         sound = nqn.startswith("nqn.") and len(nqn.encode()) <= NQN_MAX_BYTES and nqn.isprintable()
-        if not sound or first > last or len(serial.encode()) > 20 or len(model.encode()) > 40:
+        if first > last or len(serial.encode()) > 20 or len(model.encode()) > 40:
             raise RpcError.invalid_params()
+        unable = RpcError(INTERNAL_ERROR, f"Unable to create subsystem {nqn}")
+        if not sound or nqn == DISCOVERY_NQN:
+            raise unable
         subsystem = Subsystem(
             nqn, serial=serial, model=model, max_namespaces=most, allow_any_host=allow_any_host, cntlids=(first, last)
         )
         try:
             self._server.add_subsystem(subsystem)
         except FileExistsError:
-            raise RpcError(INTERNAL_ERROR, f"Unable to create subsystem {nqn}") from None
+            raise unable from None
         return True
 
     def nvmf_delete_subsystem(self, params: Params) -> bool:
@@ -152,16 +158,21 @@ class NvmfMethods:
         return True
 
     def nvmf_get_subsystems(self, params: Params) -> Any:
-        """One or all subsystems; beyond SPDK's fields, a namespace that not all see lists its `hosts`."""
+        """One or all subsystems; beyond SPDK's fields, a namespace that not all see lists its `hosts`.
+
+        The discovery subsystem comes first; like SPDK's it has no `namespaces`.
+        """
         nqn = params.optional_text("nqn")
         params.ignore("tgt_name")
         params.finish()
+        wzsl = self._server.limits.mdts
         if nqn is None:
-            return [_describe(one) for one in list(self._server.subsystems.values())]
-        found = self._server.subsystems.get(nqn)
+            subsystems = [self._server.discovery, *self._server.subsystems.values()]
+            return [_describe(one, wzsl) for one in subsystems]
+        found = self._server.subsystem(nqn)
         if found is None:
             raise RpcError.of_errno(errno.ENODEV)
-        return [_describe(found)]
+        return [_describe(found, wzsl)]
 
     def nvmf_subsystem_add_ns(self, params: Params) -> int:
         """Attach a volume; answers its NSID."""
@@ -284,7 +295,7 @@ class NvmfMethods:
         params.finish()
         with self._server.lock:
             if host not in subsystem.hosts:
-                raise RpcError.invalid_params()
+                raise RpcError(INTERNAL_ERROR, "Internal error")
             subsystem.hosts.discard(host)
             self._server.discovery_changed()
         if not subsystem.allows(host):
@@ -347,6 +358,7 @@ class NvmfMethods:
                 "io_qpairs": counts["io_qpairs"],
                 "current_admin_qpairs": sum(1 for queue in bound if not queue.qid),
                 "current_io_qpairs": sum(1 for queue in bound if queue.qid),
+                "current_unassociated_qpairs": len(self._server.queues) - len(bound),
                 "pending_bdev_io": sum(1 for queue in bound if queue.active is not None),
                 "completed_nvme_io": counts["completed_nvme_io"] + sum(queue.commands for queue in bound),
                 "refused_connections": counts["refused_connections"],
@@ -355,7 +367,16 @@ class NvmfMethods:
         return {"tick_rate": TICK_RATE, "poll_groups": [group]}
 
 
-def _describe(subsystem: Subsystem) -> dict[str, Any]:
+def _describe(subsystem: Subsystem, wzsl: int) -> dict[str, Any]:
+    common = {
+        "nqn": subsystem.nqn,
+        "subtype": "Discovery" if subsystem.discovery else "NVMe",
+        "listen_addresses": [one.to_dict() for one in subsystem.sorted_listeners()],
+        "allow_any_host": subsystem.allow_any_host,
+        "hosts": [{"nqn": host} for host in sorted(subsystem.hosts)],
+    }
+    if subsystem.discovery:
+        return common
     namespaces = []
     for nsid, one in sorted(subsystem.namespaces.items()):
         entry: dict[str, Any] = {"nsid": nsid, "bdev_name": one.volume.name, "name": one.volume.name}
@@ -368,16 +389,15 @@ def _describe(subsystem: Subsystem) -> dict[str, Any]:
             entry["hosts"] = [{"nqn": host} for host in sorted(one.hosts)]
         namespaces.append(entry)
     return {
-        "nqn": subsystem.nqn,
-        "subtype": "NVMe",
-        "listen_addresses": [one.to_dict() for one in subsystem.sorted_listeners()],
-        "allow_any_host": subsystem.allow_any_host,
-        "hosts": [{"nqn": host} for host in sorted(subsystem.hosts)],
+        **common,
         "serial_number": subsystem.serial,
         "model_number": subsystem.model,
         "max_namespaces": subsystem.max_namespaces,
+        "passthrough": False,
         "min_cntlid": subsystem.cntlids[0],
         "max_cntlid": subsystem.cntlids[1],
+        "dmrsl": 0,
+        "wzsl": wzsl,
         "namespaces": namespaces,
     }
 

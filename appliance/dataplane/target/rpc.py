@@ -25,7 +25,7 @@ from forebay import request_id
 from forebay.appliance.log import fields
 from forebay.errors import AlreadyExists, InvalidArgument
 
-__all__ = ["Method", "Params", "RpcError", "RpcServer"]
+__all__ = ["INTERNAL_ERROR", "INVALID_PARAMS", "Method", "Params", "RpcError", "RpcServer"]
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +144,10 @@ class Params:
         """Take parameters of SPDK's that have no meaning here."""
         for name in names:
             self._values.pop(name, None)
+
+    def any_left(self) -> bool:
+        """Whether there is a parameter that was not taken."""
+        return bool(self._values)
 
     def finish(self) -> None:
         """Refuse what is left."""

@@ -437,6 +437,10 @@ class Server:
 
     # --- subsystems and listeners -----------------------------------------------------------------------------------
 
+    def subsystem(self, nqn: str) -> Subsystem | None:
+        """The subsystem of that name, the discovery subsystem included."""
+        return self.discovery if nqn == spec.DISCOVERY_NQN else self.subsystems.get(nqn)
+
     def add_subsystem(self, subsystem: Subsystem) -> None:
         """EEXIST."""
         with self.lock:
@@ -479,7 +483,7 @@ class Server:
                 raise _error(errno.ENOENT)
             subsystem.listeners.discard(listener)
             self.discovery_changed()
-            shared = any(listener in one.listeners for one in self.subsystems.values())
+            shared = any(listener in one.listeners for one in (self.discovery, *self.subsystems.values()))
             portal = None if shared else self._portals.pop(listener, None)
             queues = [
                 queue

@@ -22,7 +22,7 @@ from forebay.appliance.dataplane.target.rpc import RpcServer
 from forebay.appliance.dataplane.target.server import Server
 from forebay.appliance.dataplane.target.volume import aligned_buffers
 from forebay.checksum import crc32c
-from forebay.nvmetcp.spec import Status
+from forebay.nvmetcp.spec import DISCOVERY_NQN, Status
 from tests.appliance.target.conftest import LIMITS
 from tests.appliance.target.host import HOST_ID, HOST_NQN, OTHER_ID, OTHER_NQN, Association, RawHost
 
@@ -90,7 +90,7 @@ def control(tmp_path: Path) -> Iterator[Control]:
 def test_version_and_methods(control: Control) -> None:
     assert control.client.spdk_get_version()["fields"]["major"] == 0
     assert control.error("no_such_method") == (-32601, "Method not found")
-    assert control.error("spdk_get_version", bogus=1) == (-32602, "Invalid parameters")
+    assert control.error("forebay_get_info", bogus=1) == (-32602, "Invalid parameters")
 
 
 def test_the_socket_is_its_owners_alone(control: Control) -> None:
@@ -125,10 +125,9 @@ def test_bdevs(control: Control) -> None:
     assert control.error("bdev_aio_create", name="c", filename="/nowhere/c")[0] == -2
     assert control.error("bdev_aio_create", name="c", filename=control.file("c", 5000))[0] == -22
     assert control.error("bdev_aio_create", name="c", filename=str(control.directory / "a.vol"))[0] == -16
-    assert control.error("bdev_aio_create", name="c", filename=control.file("c"), block_size=512)[0] == -32602
-    assert control.error("bdev_aio_create", name="c", filename=control.file("c"), uuid="x")[0] == -32602
-    assert control.error("bdev_aio_create", name="c")[0] == -32602
-    assert control.error("bdev_aio_create", name=7, filename="x")[0] == -32602
+    assert control.error("bdev_aio_create", name="c", filename=control.file("c"), block_size=512)[0] == -22
+    assert control.error("bdev_aio_create", name="c", filename=control.file("c"), uuid="x")[0] == -32603
+    assert control.error("bdev_aio_create", name="", filename="x")[0] == -22
     assert control.client.bdev_aio_delete(name="a") is True
     assert control.error("bdev_aio_delete", name="a") == (-19, "No such device")
     control.volume("a")
@@ -150,7 +149,7 @@ def test_transport(control: Control) -> None:
 def test_subsystems_namespaces_and_hosts(control: Control) -> None:
     client = control.client
     port = control.serve()
-    control.volume("w")
+    control.volume("w", uuid=str(OTHER_ID))
     namespace = {"bdev_name": "w", "nsid": 9, "nguid": "AB" * 16, "no_auto_visible": True}
     assert client.nvmf_subsystem_add_ns(nqn=NQN, namespace=namespace) == 9
     assert client.nvmf_ns_add_host(nqn=NQN, nsid=9, host=HOST_NQN) is True
@@ -167,8 +166,11 @@ def test_subsystems_namespaces_and_hosts(control: Control) -> None:
             "serial_number": "S1",
             "model_number": "Forebay",
             "max_namespaces": 32,
+            "passthrough": False,
             "min_cntlid": 1,
             "max_cntlid": 0xFFEF,
+            "dmrsl": 0,
+            "wzsl": LIMITS.mdts,
             "namespaces": [
                 {"nsid": 1, "bdev_name": "v", "name": "v", "nguid": NGUID_TEXT, "uuid": UUID_TEXT},
                 {
@@ -176,6 +178,7 @@ def test_subsystems_namespaces_and_hosts(control: Control) -> None:
                     "bdev_name": "w",
                     "name": "w",
                     "nguid": "AB" * 16,
+                    "uuid": str(OTHER_ID),
                     "no_auto_visible": True,
                     "hosts": [{"nqn": HOST_NQN}],
                 },
@@ -193,7 +196,8 @@ def test_subsystems_namespaces_and_hosts(control: Control) -> None:
     with RawHost(port).initialize() as refused:
         assert refused.connect(NQN).status == Status.CONNECT_INVALID_HOST
     assert client.nvmf_delete_subsystem(nqn=NQN) is True
-    assert client.nvmf_get_subsystems() == []
+    (left,) = client.nvmf_get_subsystems()
+    assert left["subtype"] == "Discovery"
     with pytest.raises(ConnectionRefusedError):
         RawHost(port)
 
@@ -202,7 +206,7 @@ def test_what_spdk_refuses_is_refused(control: Control) -> None:
     control.serve()
     invalid = (-32602, "Invalid parameters")
     assert control.error("nvmf_create_subsystem", nqn=NQN) == (-32603, f"Unable to create subsystem {NQN}")
-    assert control.error("nvmf_create_subsystem", nqn="not an nqn") == invalid
+    assert control.error("nvmf_create_subsystem", nqn=DISCOVERY_NQN)[0] == -32603
     assert control.error("nvmf_create_subsystem", nqn="nqn.x", serial_number="1" * 21) == invalid
     assert control.error("nvmf_get_subsystems", nqn="nqn.none") == (-19, "No such device")
     for method, params in (
@@ -218,7 +222,6 @@ def test_what_spdk_refuses_is_refused(control: Control) -> None:
     assert control.error("nvmf_subsystem_add_ns", nqn=NQN, namespace={"bdev_name": "v", "nguid": "12"}) == invalid
     assert control.error("nvmf_subsystem_remove_ns", nqn=NQN, nsid=5) == invalid
     assert control.error("nvmf_ns_add_host", nqn=NQN, nsid=1, host=HOST_NQN) == invalid  # all see it
-    assert control.error("nvmf_subsystem_remove_host", nqn=NQN, host=HOST_NQN) == invalid
     for address in (
         {"trtype": "TCP", "traddr": "127.0.0.1", "trsvcid": "x"},
         {"trtype": "RDMA", "traddr": "127.0.0.1", "trsvcid": "0"},
@@ -226,6 +229,25 @@ def test_what_spdk_refuses_is_refused(control: Control) -> None:
         {"trtype": "TCP", "adrfam": "IB", "traddr": "127.0.0.1", "trsvcid": "0"},
     ):
         assert control.error("nvmf_subsystem_add_listener", nqn=NQN, listen_address=address) == invalid
+
+
+def test_the_discovery_subsystem_may_have_listeners_of_its_own(control: Control) -> None:
+    """As SPDK's: it is reached wherever a subsystem listens, and where it was told to listen."""
+    control.client.nvmf_create_transport(trtype="TCP")
+    address = {"trtype": "TCP", "adrfam": "IPv4", "traddr": "127.0.0.1", "trsvcid": "0"}
+    assert control.client.nvmf_subsystem_add_listener(nqn=DISCOVERY_NQN, listen_address=address) is True
+    (found,) = control.client.nvmf_get_subsystems(nqn=DISCOVERY_NQN)
+    (shown,) = found["listen_addresses"]
+    with Association(int(shown["trsvcid"]), DISCOVERY_NQN, queues=0):
+        (one,) = control.client.nvmf_subsystem_get_controllers(nqn=DISCOVERY_NQN)
+        assert (one["cntrltype"], one["num_io_qpairs"]) == ("discovery", 0)
+    control.volume()
+    invalid = (-32602, "Invalid parameters")
+    assert control.error("nvmf_subsystem_add_ns", nqn=DISCOVERY_NQN, namespace={"bdev_name": "v"}) == invalid
+    assert control.error("nvmf_delete_subsystem", nqn=DISCOVERY_NQN)[0] == -19
+    assert control.client.nvmf_subsystem_remove_listener(nqn=DISCOVERY_NQN, listen_address=shown) is True
+    with pytest.raises(ConnectionRefusedError):
+        RawHost(int(shown["trsvcid"]))
 
 
 def test_subsystems_share_a_port(control: Control) -> None:
