@@ -6,6 +6,7 @@ speed stand CPU seconds per GB (10^9 bytes) of the client, which is this process
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,6 +67,8 @@ class Row:
     aim: float | None
     repeats: int
     details: Mapping[str, Any] = field(default_factory=dict)
+    load_1m: float = field(default_factory=lambda: round(os.getloadavg()[0], 1))
+    """Load average when it was measured, our own two or three processes included: whether others were at work."""
 
     @property
     def met(self) -> bool | None:
@@ -85,6 +88,7 @@ class Row:
             "aim": self.aim,
             "met": self.met,
             "repeats": self.repeats,
+            "load_1m": self.load_1m,
             **self.details,
         }
 
