@@ -18,7 +18,7 @@ import numpy as np
 
 from forebay.appliance.dataplane.interface import Barrier, EndpointInfo, HostView, Target, VolumeSpec
 from forebay.appliance.dataplane.volumes import FileVolumes, VolumeLabel, volume_size_bytes
-from forebay.appliance.namespace.acl import Acl
+from forebay.appliance.namespace.acl import Access, Acl
 from forebay.appliance.namespace.blocks import Blocks, Engine
 from forebay.appliance.namespace.changes import ChangeLog
 from forebay.appliance.namespace.checkpoint import save_checkpoint
@@ -392,23 +392,15 @@ class Node:
         client: str,
     ) -> tuple[Session, HostIdentity, list[int]]:
         """A session, the calling process's host identity and the ids of the scopes it named."""
-        access = self.acl.access(principal, full_name)
+        self._admitted(principal, full_name, scopes, generation)
         schema = Schema.from_cbor(schema_cbor)
-        for name in scopes or ("default",):
-            access.need_scope(name)
-        access = access.within(scopes or ("default",))
-        if generation < access.namespace.min_generation:
-            raise StaleGeneration(
-                f"generation {generation} is below the minimum of {full_name}",
-                field="generation",
-                limit=access.namespace.min_generation,
-            )
         ids = [await self.state.scope_id(name) for name in scopes]
         if self.engine.store.get("keyspaces", schema.keyspace) is None:
             await self.engine.store.write([Op("keyspaces", schema.keyspace, schema.cbor)])
         session = self.sessions.open(
             principal=principal.name,
-            access=access,
+            # asked again: the namespace, the rights or the minimum may have gone while the store wrote
+            access=self._admitted(principal, full_name, scopes, generation),
             schema=schema,
             generation=generation,
             scopes=dict(zip(ids, scopes, strict=True)) if scopes else {0: "default"},
@@ -422,6 +414,19 @@ class Node:
             raise
         self.engine.counters["sessions_opened"] += 1
         return session, host, ids
+
+    def _admitted(self, principal: Principal, full_name: str, scopes: Sequence[str], generation: int) -> Access:
+        """What a session may do. Raises what keeps it out."""
+        access = self.acl.access(self.state.principals.get(principal.name) or principal, full_name)
+        for name in scopes or ("default",):
+            access.need_scope(name)
+        if generation < access.namespace.min_generation:
+            raise StaleGeneration(
+                f"generation {generation} is below the minimum of {full_name}",
+                field="generation",
+                limit=access.namespace.min_generation,
+            )
+        return access.within(scopes or ("default",))
 
     async def join_session(self, principal: Principal, token: bytes) -> tuple[Session, HostIdentity]:
         """Another process of a session."""

@@ -117,7 +117,12 @@ class Writes:
         return [
             WriteGrant(w.grant, w.hosts, w.extent)
             for w in self._by_digest.values()
-            if w.state is WriteState.WRITING and w.extent is not None and w.grant is not None
+            if w.state is WriteState.WRITING
+            and w.extent is not None
+            and w.grant is not None
+            # not of sessions that end, nor what nobody was told of: the next sweep fences those
+            and w.session.state is SessionState.OPEN
+            and w.deadline_ms
         ]
 
     # ------------------------------------------------------------------------------------------------ Allocate

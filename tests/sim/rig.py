@@ -245,7 +245,8 @@ class Rig:
                 own(*_place(write.extent), f"write {write.write_id.hex()} ({write.state.value})")
                 scoped[write.session.namespace, write.scope] += write.extent.length_bytes
         for namespace in {n for n, _ in scoped} | {n.id for n in node.state.namespaces}:
-            assert space.scopes_of(namespace) == {s: used for (n, s), used in scoped.items() if n == namespace}
+            counted = {s: used for (n, s), used in scoped.items() if n == namespace}
+            assert space.scopes_of(namespace) == counted, f"{namespace}: {space.scopes_of(namespace)} is not {counted}"
         _no_overlap(owners, node)
         for volume, extents in space.maps.items():
             slots = {(r.slot_bytes, r.slots, r.free_slots, int(r.free.sum())) for r in extents.claimed.values()}

@@ -150,6 +150,9 @@ class SimTarget(Target):
         if self._controllers.get(write.controller) != write.host:
             outcomes["lost"] += 1
             raise ConnectionLost("the controller was torn down")
+        if write.volume not in self.volumes:
+            outcomes["lost"] += 1
+            raise TargetRefused(f"volume {write.volume} is not served")
         if self.capabilities.fencing and not self._granted(write):
             outcomes["fenced"] += 1
             raise WriteFenced(f"no grant covers {len(write.data)} bytes at {write.offset_bytes}")

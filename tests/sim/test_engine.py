@@ -10,6 +10,7 @@ import pytest
 from forebay.appliance.dataplane.interface import Barrier
 from forebay.appliance.namespace.desired_state import Grant
 from forebay.appliance.namespace.sessions import SessionState
+from forebay.appliance.namespace.store import Op
 from forebay.appliance.namespace.writes import TileSum
 from forebay.errors import (
     OK,
@@ -19,6 +20,7 @@ from forebay.errors import (
     DuplicateKey,
     ForebayError,
     GridInvalid,
+    NamespaceNotFound,
     NoSpace,
     Pending,
     PermissionDenied,
@@ -573,6 +575,41 @@ async def test_a_namespace_deleted_while_one_allocates_leaves_nothing(rig: Rig) 
     rig.check()
     await rig.namespace()
     assert await rig.put(await rig.open(), b"k", VALUE) == OK
+
+
+@on_loop
+async def test_no_session_opens_in_a_namespace_that_goes_away_meanwhile(rig: Rig) -> None:
+    """What it stored would belong to no namespace; so also a minimum that rises and rights that are taken away."""
+    await rig.start()
+    for i, how in enumerate(("deleted", "raised", "denied")):
+        await rig.namespace()
+        who = await rig.principal(how, Grant("t/n", ("read",)))
+        store, gate = rig.store, asyncio.Event()
+        write = store.write
+
+        async def slowly(ops: Sequence[Op], *, durable: bool = True) -> None:
+            if any(op.family == "keyspaces" for op in ops):
+                await gate.wait()  # noqa: B023  one round after the other
+            await write(ops, durable=durable)  # noqa: B023
+
+        store.write = slowly  # type: ignore[method-assign]
+        schema = grid(LBA_BYTES * (3 + i))
+        call = asyncio.ensure_future(rig.open(schema=schema, principal=who))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        if how == "deleted":
+            await rig.node.delete_namespace("t/n", force=True)
+        elif how == "raised":
+            await rig.node.update_namespace("t/n", min_generation=1)
+        else:
+            await rig.node.state.change_principal(how, grants=())
+        gate.set()
+        with pytest.raises((NamespaceNotFound, StaleGeneration)):
+            await call
+        assert len(rig.node.sessions) == 0 and not rig.target.allowed
+        del store.write
+        if how != "deleted":
+            await rig.node.delete_namespace("t/n", force=True)
 
 
 @on_loop
