@@ -83,7 +83,19 @@ redis:
 torch: $(DEV)
 	@FOREBAY_CACHE='$(CACHE)' $(BIN)/python -m tests.envs torch
 
-bench: $(DEV) redis ## measure the ratios of docs/design.md §9 (ARGS='--help' shows more)
+# Other stores that perf compares with. Without them those comparisons are skipped, and say so.
+.PHONY: peers
+peers: $(DEV) redis
+	@command -v nbdkit >/dev/null && /usr/bin/python3 -c 'import nbd' 2>/dev/null \
+	  || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo 'installing nbdkit and libnbd, which perf compares with'; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends nbdkit python3-libnbd; } >/dev/null \
+	    || echo 'nbdkit could not be installed; comparisons with it will be skipped' >&2; \
+	fi
+	@FOREBAY_CACHE='$(CACHE)' $(BIN)/python -m tests.envs mooncake
+
+bench: export FOREBAY_CACHE := $(CACHE)
+bench: peers ## measure the ratios of docs/design.md §9 (ARGS='--help' shows more)
 	@$(BIN)/python -m perf $(ARGS)
 
 proto: $(DEV) ## generate the gRPC code again
@@ -101,6 +113,7 @@ lock: $(DEV) ## choose the newest versions again
 	@$(COMPILE) --extra dev -o requirements-dev.lock pyproject.toml
 	@$(COMPILE) -c requirements-dev.lock -o requirements.lock pyproject.toml
 	@$(COMPILE) --no-emit-options -c requirements.lock -o requirements-torch.lock pyproject.toml tests/e2e/requirements.in
+	@$(COMPILE) --no-emit-options -o requirements-mooncake.lock perf/requirements-mooncake.in
 
 clean: ## remove what can be made again
 	@rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

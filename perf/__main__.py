@@ -8,32 +8,37 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from perf.harness import Row, Sizes, file_system, machine
-from perf.ratios import BENCHMARKS
+from perf.ratios import BENCHMARKS, NOT_UNASKED
 from perf.report import save, table
 from perf.workload import Bench, Skipped
 
 __all__ = ["FULL", "QUICK", "main"]
 
+_KIB = 1 << 10
 _MIB = 1 << 20
 FULL = Sizes(
     name="full",
-    repeats=15,
-    slot_bytes=256 * _MIB,
+    repeats=9,
+    slot_bytes=128 * _MIB,
+    slot_calls=128,
     working_bytes=256 * _MIB,
     node_bytes=1024 * _MIB,
     batch=16,
-    block_bytes=(_MIB, 4 * _MIB),
+    block_bytes=(64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB),
     match_blocks=1_000_000,
     match_calls=500,
     flushes=100,
+    scale_blocks=1_000_000,
 )
 QUICK = Sizes(
     name="quick",
     repeats=3,
     slot_bytes=32 * _MIB,
+    slot_calls=32,
     working_bytes=64 * _MIB,
     node_bytes=256 * _MIB,
     batch=16,
@@ -41,14 +46,17 @@ QUICK = Sizes(
     match_blocks=20_000,
     match_calls=50,
     flushes=20,
+    scale_blocks=50_000,
 )
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m perf", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all without")
+    which = f"of {', '.join(BENCHMARKS)}; all but {', '.join(sorted(NOT_UNASKED))} without"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=which)
     parser.add_argument("--quick", action="store_true", help="small sizes: whether it runs, not how fast")
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds of each comparison")
+    parser.add_argument("--scale-blocks", type=int, metavar="N", help="blocks of `scale`, 1,000,000 without")
     parser.add_argument("--json", action="store_true", help="JSON rows instead of the table")
     parser.add_argument("--save", metavar="NAME", help="write the rows to perf/results/<date>-NAME.json")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), metavar="DIR", help="a directory on tmpfs")
@@ -70,10 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = QUICK if arguments.quick else FULL
     if arguments.repeats:
         sizes = sizes.with_repeats(arguments.repeats)
+    if arguments.scale_blocks:
+        sizes = replace(sizes, scale_blocks=arguments.scale_blocks)
     disk = None if file_system(arguments.disk) == "tmpfs" else arguments.disk
     bench = Bench(sizes, arguments.memory, disk)
     rows: list[Row] = []
-    names = arguments.names or list(BENCHMARKS)
+    names = arguments.names or [name for name in BENCHMARKS if name not in NOT_UNASKED]
     for number, name in enumerate(names, 1):
         print(f"[{number}/{len(names)}] {name}", file=sys.stderr, flush=True)
         began = time.monotonic()

@@ -37,6 +37,7 @@ class Sizes:
     name: str
     repeats: int
     slot_bytes: int
+    slot_calls: int
     working_bytes: int
     node_bytes: int
     batch: int
@@ -44,6 +45,7 @@ class Sizes:
     match_blocks: int
     match_calls: int
     flushes: int
+    scale_blocks: int
 
     def with_repeats(self, repeats: int) -> Sizes:
         """The same with another number of rounds."""

@@ -76,17 +76,21 @@ class Workload:
             "working_set_bytes": self.count * self.block_bytes,
         }
 
+    @property
+    def calls(self) -> int:
+        """Calls of a slot: what its bytes ask for, but no more than are needed for a figure where blocks are small."""
+        return max(1, min(self.sizes.slot_calls, self.sizes.slot_bytes // (self.block_bytes * self.batch)))
+
     def slots(self, move: Callable[[int, int], object]) -> Callable[[], int]:
         """A slot of work: ``move(first, end)`` for one batch after another, on from where the last slot ended."""
         at = 0
 
         def slot() -> int:
             nonlocal at
-            calls = max(1, self.sizes.slot_bytes // (self.block_bytes * self.batch))
-            for _ in range(calls):
+            for _ in range(self.calls):
                 move(at, at + self.batch)
                 at = (at + self.batch) % self.count
-            return calls * self.batch * self.block_bytes
+            return self.calls * self.batch * self.block_bytes
 
         return slot
 

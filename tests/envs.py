@@ -1,4 +1,4 @@
-"""Environments of their own for tests whose dependencies are too big for the development lock.
+"""Environments of their own for tests and peers of `perf` whose dependencies are too big for the development lock.
 
 `make test` makes them (``python -m tests.envs NAME``) where that can be had within bounds; the tests run in them as
 other processes, and skip with the reason where there is none. They lie in the cache outside of the tree, named by what
@@ -31,7 +31,7 @@ class Environment:
 
     name: str
     lock: str
-    index: str
+    index: str | None
     needs_bytes: int
     limit_s: float
 
@@ -54,11 +54,18 @@ class Environment:
         if (self.directory / "ready").exists():
             return None
         why = self.directory / "failed"
-        return f"no environment with {self.name}: " + (why.read_text() if why.exists() else "make test makes it")
+        return f"no environment with {self.name}: " + (
+            why.read_text() if why.exists() else "make test and make bench make it"
+        )
 
     def variables(self) -> dict[str, str]:
         """What processes in it need of the tree."""
         return {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+
+    def version(self, package: str) -> str:
+        """Of a package in it."""
+        code = f"from importlib.metadata import version; print(version({package!r}))"
+        return subprocess.run([self.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
     def make(self) -> str | None:
         """Make it if it is not there; why it could not be made, or None."""
@@ -98,8 +105,10 @@ class Environment:
         pip += ["--disable-pip-version-check", "--no-cache-dir", "-r", ROOT / self.lock]
         why = ""
         # First from where everything comes from; elsewhere only if it is not there.
-        elsewhere: list[str | Path] = ["--retries", "1", "--extra-index-url", self.index]
-        for source in ([], elsewhere):
+        sources: list[list[str]] = [[]]
+        if self.index is not None:
+            sources.append(["--retries", "1", "--extra-index-url", self.index])
+        for source in sources:
             try:
                 done = subprocess.run(
                     [*pip, *source], capture_output=True, text=True, check=False, timeout=self.limit_s
@@ -130,6 +139,8 @@ ENVIRONMENTS = {
     for env in (
         # The build without CUDA, which only PyTorch's own index has.
         Environment("torch", "requirements-torch.lock", "https://download.pytorch.org/whl/cpu", 2048 * MIB, 300),
+        # A store that perf compares with.
+        Environment("mooncake", "requirements-mooncake.lock", None, 512 * MIB, 300),
     )
 }
 
@@ -139,7 +150,7 @@ def main(names: list[str]) -> None:
     for name in names:
         reason = ENVIRONMENTS[name].make()
         if reason is not None:
-            print(f"tests with {name} will be skipped: {reason}", file=sys.stderr)
+            print(f"what needs {name} will be skipped: {reason}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from perf.harness import Row
-from perf.ratios import checksum, flush, get_disk, get_redis, get_tcp, match, put_full, put_redis, put_tcp
+from perf.ratios import (
+    checksum,
+    flush,
+    get_disk,
+    get_redis,
+    get_tcp,
+    match,
+    outside,
+    put_full,
+    put_redis,
+    put_tcp,
+    scale,
+)
 from perf.workload import Bench
 
-__all__ = ["BENCHMARKS"]
+__all__ = ["BENCHMARKS", "NOT_UNASKED"]
 
 BENCHMARKS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "get_tcp": get_tcp.run,
@@ -17,7 +29,13 @@ BENCHMARKS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "put_tcp": put_tcp.run,
     "put_redis": put_redis.run,
     "put_full": put_full.run,
+    "nbdkit": outside.run_nbdkit,
+    "mooncake": outside.run_mooncake,
     "match": match.run,
     "checksum": checksum.run,
     "flush": flush.run,
+    "scale": scale.run,
 }
+
+NOT_UNASKED = frozenset({"scale"})
+"""Comparisons that take long, and are made only when named."""

@@ -17,6 +17,7 @@ TINY = Sizes(
     name="tiny",
     repeats=1,
     slot_bytes=1 << 20,
+    slot_calls=128,
     working_bytes=1 << 20,
     node_bytes=64 << 20,
     batch=4,
@@ -24,6 +25,7 @@ TINY = Sizes(
     match_blocks=2_000,
     match_calls=5,
     flushes=2,
+    scale_blocks=2_000,
 )
 MEMORY = Path("/dev/shm")
 
