@@ -14,10 +14,11 @@ from typing import Any, cast
 
 import grpc
 
+from forebay.checksum import crc32c, tile_seed
 from forebay.errors import ForebayError, from_code
-from forebay.ids import BlockKey
+from forebay.ids import BlockKey, stored_key
 from forebay.proto import forebay_pb2 as pb
-from forebay.proto.columns import keys_to_proto, pack, unpack
+from forebay.proto.columns import keys_to_proto, pack, rows16, unpack
 from forebay.schema import Schema
 
 __all__ = ["CAPACITY", "Caller", "Daemon", "eventually", "failure"]
@@ -226,11 +227,20 @@ class Caller:
         )
         return unpack("u16", self("Commit", request).status, "status")
 
-    def put(self, *keys: bytes) -> list[int]:
-        """Store blocks whose bytes nobody will read: what the control service keeps of them is under test."""
+    def put(self, *keys: bytes | BlockKey) -> list[int]:
+        """Store blocks without writing them: new extents hold zeros, and those are what is committed."""
         reply = self.allocate(*keys)
         assert not any(unpack("u16", reply.status, "status")), unpack("u16", reply.status, "status")
-        return self.commit(reply.write_ids, [7] * len(keys))
+        return self.commit(reply.write_ids, self.zeros(reply, *keys))
+
+    def zeros(self, reply: pb.AllocateReply, *keys: bytes | BlockKey, size: int = 100) -> list[int]:
+        """Checksums of zeros, ``size`` bytes a key in one tile each; a node that verifies finds them right."""
+        assert self.session is not None
+        blocks = [k if isinstance(k, BlockKey) else BlockKey(k) for k in keys]
+        namespace, keyspace = self.session.namespace_id, self.session.keyspace
+        stored = [stored_key(namespace, keyspace, self.session.generation, block) for block in blocks]
+        writes = rows16(reply.write_ids, "write_ids")
+        return [crc32c(bytes(size), tile_seed(key, 0, write)) for key, write in zip(stored, writes, strict=True)]
 
     def match(self, *keys: bytes | BlockKey, **rest: Any) -> list[int]:
         request = pb.MatchRequest(context=rest.pop("context", None) or self.context(), keys=self.keys(*keys))

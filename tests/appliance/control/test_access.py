@@ -133,8 +133,7 @@ def test_scopes(principal: Callable[..., Caller]) -> None:
         assert isinstance(failure(caught.value)[1], PermissionDenied)
     ids = unpack("u32", one.open(scopes=["a", "b"]).scope_ids, "scope_ids")
     assert len(set(ids)) == 2 and 0 not in ids
-    reply = one.allocate(BlockKey(b"k", 0, ids[0]))
-    assert one.commit(reply.write_ids, [1]) == [OK]
+    assert one.put(BlockKey(b"k", 0, ids[0])) == [OK]
     assert one.match(BlockKey(b"k", 0, ids[0]), BlockKey(b"k", 0, ids[1])) == [OK, Absent.code]
     with pytest.raises(grpc.RpcError) as caught:
         one.match(b"k")  # the default scope was not granted

@@ -304,9 +304,10 @@ def test_commit_columns_that_do_not_fit(
 
 def test_commit_twice_and_unknown(caller: Caller) -> None:
     reply = caller.allocate(b"twice")
-    assert caller.commit(reply.write_ids, [1]) == [OK]
-    assert caller.commit(reply.write_ids, [1]) == [OK]
-    assert caller.commit(reply.write_ids + bytes(16), [1, 1]) == [OK, WriteExpired.code]
+    sums = caller.zeros(reply, b"twice")
+    assert caller.commit(reply.write_ids, sums) == [OK]
+    assert caller.commit(reply.write_ids, sums) == [OK]
+    assert caller.commit(reply.write_ids + bytes(16), [*sums, 1]) == [OK, WriteExpired.code]
     assert unpack("u16", caller.allocate(b"twice").status, "status") == [AlreadyExists.code]
 
 

@@ -179,7 +179,8 @@ def test_a_kill_of_the_target_is_noticed_and_its_state_replayed(make: Make) -> N
     eventually(lambda: restarts() == 1, "the restart is counted")
     check(daemon)
     # the replay, not the restart, is what a writer waits for
-    eventually(lambda: caller.commit(pending.write_ids, [1]) == [OK], "what was being written can be committed")
+    sums = caller.zeros(pending, b"pending")
+    eventually(lambda: caller.commit(pending.write_ids, sums) == [OK], "what was being written can be committed")
     caller.close()
     assert daemon.stop() == 0
 
@@ -235,7 +236,7 @@ def test_capacity_is_a_limit(make: Make) -> None:
     for i in range(2 * CAPACITY // (64 << 20)):
         reply = caller.allocate(BlockKey(b"%d" % i), sizes=[64 << 20])
         if unpack("u16", reply.status, "status") == [OK]:
-            assert caller.commit(reply.write_ids, [1]) == [OK]
+            assert caller.commit(reply.write_ids, caller.zeros(reply, b"%d" % i, size=64 << 20)) == [OK]
         status = caller.admin("NodeStatus", pb.NodeStatusRequest())
         assert status.used_bytes <= status.capacity_bytes == CAPACITY
     assert status.blocks >= CAPACITY // (64 << 20) - 1  # eviction ahead of need may have made room for one

@@ -31,7 +31,7 @@ def test_wait_tells_what_is_there_and_wakes_on_commit(caller: Caller, shared: Da
     wait = pb.WaitRequest(context=other.context(), keys=other.keys(b"w0", b"w1", b"w1"))
     replies = other.stream("Wait", wait)
     assert outcomes([next(replies)]) == {0: OK}
-    assert caller.commit(pending.write_ids, [1]) == [OK]
+    assert caller.commit(pending.write_ids, caller.zeros(pending, b"w1")) == [OK]
     assert outcomes(replies) == {1: OK, 2: OK}
     other.close()
 
@@ -70,7 +70,7 @@ def test_watch_sees_every_change_in_order(caller: Caller, shared: Daemon) -> Non
     log = next(replies).log
     describe = pb.Describe(parents=caller.keys(b"root"), block_tokens=16)
     reply = caller.allocate(b"e1", sizes=[10], describe=describe)
-    assert caller.commit(reply.write_ids, [1]) == [OK]
+    assert caller.commit(reply.write_ids, caller.zeros(reply, b"e1", size=10)) == [OK]
     caller("Delete", pb.DeleteRequest(context=caller.context(), keys=caller.keys(b"e1")))
     events = _take(replies, 2)
     stored, removed = events
