@@ -137,6 +137,7 @@ def _fill(index: BlockIndex, file: IO[bytes], high: int) -> None:
         pool = index.pool(int(tiles))
         if count > index.max_rows:
             raise MetadataCorrupt("a pool has more rows than the index", field="checkpoint", limit=index.max_rows)
+        pool.make_room(count)
         for rows in _ranges(count):
             _put(pool.data[rows], file)
         pool.used = count

@@ -30,6 +30,7 @@ _EMPTY = 0xFFFFFFFF
 _TOMB = 0xFFFFFFFE
 _MAP_NORESERVE = 0x4000  # Linux; the mmap module names it from Python 3.13 only
 _MIN_SLOTS = 1 << 12
+_POOL_ROWS = 1 << 20
 
 Rows = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
@@ -82,7 +83,9 @@ class SumPool:
     """Tile checksums of all blocks with the same number of tiles: one row each, u32."""
 
     def __init__(self, tiles: int, max_rows: int) -> None:
-        self.data: npt.NDArray[np.uint32] = _reserve(max_rows, np.dtype(("<u4", (tiles,))))
+        # doubled as it fills: reserved for the most rows, a node with many tile counts would run out of address space
+        self._dtype = np.dtype(("<u4", (tiles,)))
+        self.data: npt.NDArray[np.uint32] = _reserve(min(max_rows, _POOL_ROWS), self._dtype)
         self.used = 0
         self._free: list[int] = []
 
@@ -93,9 +96,20 @@ class SumPool:
         places = [self._free.pop() for _ in range(reuse)]
         places += range(self.used, self.used + count - reuse)
         self.used += count - reuse
+        self.make_room(self.used)
         where = np.array(places, dtype=np.uint64)
         self.data[where] = sums
         return where
+
+    def make_room(self, rows: int) -> None:
+        """Let ``data`` have at least that many rows."""
+        size = len(self.data)
+        while size < rows:
+            size *= 2
+        if size > len(self.data):
+            grown = _reserve(size, self._dtype)
+            grown[: len(self.data)] = self.data
+            self.data = grown
 
     def drop(self, places: Sequence[int]) -> None:
         """Give places back."""
@@ -155,8 +169,16 @@ class BlockIndex:
     def digests(self, stored_keys: Sequence[bytes]) -> Digests:
         """Keyed 128-bit digests, shape (n, 2)."""
         key = self._secret
-        joined = b"".join([blake2b(k, digest_size=16, key=key).digest() for k in stored_keys])
-        return np.frombuffer(joined, "<u8").reshape(-1, 2)
+        return self.packed([blake2b(k, digest_size=16, key=key).digest() for k in stored_keys])
+
+    def hash_of(self, prefix: bytes) -> blake2b:
+        """The keyed hash of a stored key's beginning: a copy of it, updated with the rest, digests as the whole does."""
+        return blake2b(prefix, digest_size=16, key=self._secret)
+
+    @staticmethod
+    def packed(digests: Sequence[bytes]) -> Digests:
+        """Digests as `find` takes them."""
+        return np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
 
     # ------------------------------------------------------------------------------------------------ look-up
 

@@ -201,3 +201,13 @@ def test_real_digests_find_their_own_row(keys: list[bytes]) -> None:
     rows = add(index, index.digests(keys))
     assert index.find(index.digests(keys)).tolist() == rows.tolist()
     assert index.find(index.digests([k + b"\0" for k in keys if k + b"\0" not in keys])).max(initial=-1) == ABSENT
+
+
+def test_a_pool_grows_past_its_first_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_POOL_ROWS", 4)
+    pool = module.SumPool(3, 1000)
+    sums = np.arange(30, dtype=np.uint32).reshape(10, 3)
+    places = pool.put(sums)
+    assert (pool.data[places] == sums).all()
+    pool.drop(places[:5].tolist())
+    assert sorted(pool.put(sums[:5]).tolist()) == sorted(places[:5].tolist())
