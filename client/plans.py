@@ -48,6 +48,8 @@ class WritePlan:
 
     session: bytes
     writes: tuple[PlannedWrite, ...]
+    tag: int = 0
+    """What the write commands carry, so that those of an earlier plan for the same place are told from them."""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -81,6 +83,7 @@ class WritePlan:
             volumes=pack("u32", [extent.volume for extent in extents]),
             offsets=pack("u64", [extent.offset_bytes for extent in extents]),
             lengths=pack("u64", [extent.length_bytes for extent in extents]),
+            write_tag=self.tag,
         )
         return message.SerializeToString()
 
@@ -120,7 +123,7 @@ class WritePlan:
             ),
             strict=True,
         )
-        return cls(message.session, tuple([_write(*row) for row in columns]))
+        return cls(message.session, tuple([_write(*row) for row in columns]), message.write_tag)
 
 
 def _write(key: BlockKey, value_bytes: int, code: int, write_id: bytes, place: tuple[int, int, int]) -> PlannedWrite:

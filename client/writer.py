@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 from forebay import request_id
@@ -213,7 +214,7 @@ class Writer:
                 writes.append(PlannedWrite(block, lengths[i], OK, write_ids[i], extent))
         if bad:
             self._session.abort(view, bad, quiesced=True)
-        return WritePlan(view.reply.session, tuple(writes))
+        return WritePlan(view.reply.session, tuple(writes), reply.write_tag)
 
     def _carry_out(
         self,
@@ -237,7 +238,7 @@ class Writer:
                 codes[row] = Unavailable.code
                 failed.append(write.write_id)
                 continue
-            ops, parts = self._ops(view, write, route.nsid, tiles, values[row])
+            ops, parts = self._ops(view, write, partial(WriteOp, route.nsid, tag=plan.tag), tiles, values[row])
             writing.append(_Writing(row, write, route.transport, ops, parts))
         good: list[_Writing] = []
         outcomes, quiesced = self._transfer(writing, deadline_ms)
@@ -262,7 +263,12 @@ class Writer:
         return codes
 
     def _ops(
-        self, view: SessionView, write: PlannedWrite, nsid: int, tiles: Sequence[int] | None, value: memoryview
+        self,
+        view: SessionView,
+        write: PlannedWrite,
+        operation: Callable[[int, tuple[Segment, ...]], WriteOp],
+        tiles: Sequence[int] | None,
+        value: memoryview,
     ) -> tuple[list[WriteOp], list[tuple[int, ...]]]:
         """The operations that write a block's tiles, and the tiles of each."""
         reply, extent = view.reply, cast(Extent, write.extent)
@@ -280,7 +286,7 @@ class Writer:
                 seed = tile_seed(stored, tile, write.write_id)
                 segments.append(Segment(value[start : start + length_bytes], length_bytes, seed))
                 part.append(tile)
-            ops.append(WriteOp(nsid, extent.offset_bytes + offset_bytes, tuple(segments)))
+            ops.append(operation(extent.offset_bytes + offset_bytes, tuple(segments)))
             parts.append(tuple(part))
         return ops, parts
 

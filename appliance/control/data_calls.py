@@ -309,6 +309,7 @@ class DataCalls:
             offsets=pack("u64", [x.offset_bytes if x else 0 for x in extents]),
             lengths=pack("u64", [x.length_bytes if x else 0 for x in extents]),
             ttl_ms=ttl_ms,
+            write_tag=max(r.tag for r in rows),
             retry_after_ms=_RETRY_MS if any(r.status not in (OK, AlreadyExists.code) for r in rows) else 0,
         )
 

@@ -250,7 +250,8 @@ class EmbeddedTarget(Target):
             spec = self._volumes.get(grant.extent.volume)
             if spec is None:
                 raise NotFound(f"the target does not serve volume {grant.extent.volume}", field="volume")
-            row = [grant.grant, grant.extent.offset_bytes // LBA_BYTES, grant.extent.length_bytes // LBA_BYTES]
+            lbas = [grant.extent.offset_bytes // LBA_BYTES, grant.extent.length_bytes // LBA_BYTES]
+            row = [grant.grant, *lbas, grant.tag]
             groups.setdefault((spec.bdev, grant.hosts), []).append(row)
         asked: list[GrantId] = []
         try:

@@ -67,11 +67,16 @@ class VolumeSpec:
 
 @dataclass(frozen=True, slots=True)
 class WriteGrant:
-    """The right of some hosts, at least one, to write one extent. A grant's hosts never change."""
+    """The right of some hosts, at least one, to write one extent. A grant's hosts never change.
+
+    Their commands must carry ``tag`` (32 bits, as the reference tag), which no other Allocate of this incarnation has
+    had: so a command of an earlier write that arrives late is refused, though its host may write there again.
+    """
 
     grant: GrantId
     hosts: tuple[HostIdentity, ...]
     extent: Extent
+    tag: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ class PendingWrite:
     hosts: tuple[HostIdentity, ...] = ()
     """Who may write: set once, with the grant."""
     grant: GrantId | None = None
+    tag: int = 0
     checksums: dict[int, int] = field(default_factory=dict)
     recorded: bool = False
     """A record of it may be in metadata: it must be deleted there before the extent is free."""

@@ -61,11 +61,12 @@ _MAX_TICKED_MS = ((1 << 32) - 1) * 1000  # the index keeps seconds in 32 bits
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One row of Allocate's answer; ``extent`` is None unless ``status`` is 0."""
+    """One row of Allocate's answer; ``extent`` is None unless ``status`` is 0. Write commands must carry ``tag``."""
 
     status: int
     write_id: WriteId
     extent: Extent | None
+    tag: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Writes:
         self._room = room
         self._by_digest: dict[bytes, PendingWrite] = {}
         self._next_grant = 1
+        self._last_tag = 0
         self._barriers: dict[VolumeId, _SharedBarrier] = {}
         self._replaying = asyncio.Lock()
 
@@ -115,7 +117,7 @@ class Writes:
 
     def _live_grants(self) -> list[WriteGrant]:
         return [
-            WriteGrant(w.grant, w.hosts, w.extent)
+            WriteGrant(w.grant, w.hosts, w.extent, w.tag)
             for w in self._by_digest.values()
             if w.state is WriteState.WRITING
             and w.extent is not None
@@ -170,7 +172,9 @@ class Writes:
             raise
         none = WriteId(bytes(16))
         return [
-            Allocation(code, writes[i].write_id, writes[i].extent) if code == OK else Allocation(code, none, None)
+            Allocation(code, writes[i].write_id, writes[i].extent, writes[i].tag)
+            if code == OK
+            else Allocation(code, none, None)
             for i, code in enumerate(status)
         ]
 
@@ -220,12 +224,13 @@ class Writes:
 
     async def _grant(self, session: Session, writes: dict[int, PendingWrite], hosts: Sequence[HostIdentity]) -> None:
         crash_point("allocate.before_grant")
+        self._last_tag = self._last_tag % 0xFFFFFFFF + 1
         grants = []
         for write in writes.values():
-            write.hosts = tuple(hosts)
+            write.hosts, write.tag = tuple(hosts), self._last_tag
             write.grant = GrantId(self._next_grant)
             self._next_grant += 1
-            grants.append(WriteGrant(write.grant, write.hosts, cast(Extent, write.extent)))
+            grants.append(WriteGrant(write.grant, write.hosts, cast(Extent, write.extent), write.tag))
         if grants:
             await self._e.target.grant(grants)
         crash_point("allocate.after_grant")

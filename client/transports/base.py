@@ -41,11 +41,15 @@ class ReadOp(NamedTuple):
 
 
 class WriteOp(NamedTuple):
-    """Write ``segments`` to ``offset_bytes`` of the volume on; offset and sum of lengths are multiples of 4 KiB."""
+    """Write ``segments`` to ``offset_bytes`` of the volume on; offset and sum of lengths are multiples of 4 KiB.
+
+    The commands carry ``tag`` (32 bits), by which the target knows whose grant they are under.
+    """
 
     nsid: int
     offset_bytes: int
     segments: tuple[Segment, ...]
+    tag: int = 0
 
 
 class Outcome(NamedTuple):

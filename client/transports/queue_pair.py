@@ -172,7 +172,7 @@ class QueuePair:
             self._out += self._codec.send_command(command, read_bytes=request.length_bytes)
             return
         request.seal()
-        command = nvme.write(cid, request.nsid, slba, blocks)
+        command = nvme.write(cid, request.nsid, slba, blocks, request.tag)
         if request.length_bytes <= self.in_capsule_bytes:
             data = b"".join(request.pieces(0, request.length_bytes))
             self._out += self._codec.send_command(command, data=data)

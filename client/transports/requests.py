@@ -42,6 +42,7 @@ class Request:
         "parts",
         "quiesced",
         "segments",
+        "tag",
         "write",
     )
 
@@ -53,6 +54,7 @@ class Request:
         self.length_bytes = length_bytes
         self.segments = segments
         self.write = write
+        self.tag = 0
         self.parts: list[tuple[int, int, int]] = []
         self.checksums: list[int | None] = []
         self.error: ForebayError | None = None
@@ -74,9 +76,7 @@ class Request:
         stopped; 0 bytes are the end of the stream. Raises what the socket raises if nothing came.
         """
         if digest is not None and self._nowhere is _NOWHERE:
-            self._nowhere = memoryview(
-                bytearray(CHUNK_BYTES)
-            )  # others overwrite the common one
+            self._nowhere = memoryview(bytearray(CHUNK_BYTES))  # others overwrite the common one
         segments, index, at, crc = self.segments, self._segment, self._at, self._crc
         recv_into = sock.recv_into
         got = 0
@@ -193,13 +193,15 @@ def plan(ops: Sequence[ReadOp | WriteOp], which: Sequence[int], sizes: Sequence[
             continue
         if requests and op.offset_bytes == end:
             last = requests[-1]
-            if last.nsid == op.nsid and last.length_bytes + size <= max_bytes:
+            tag = op.tag if isinstance(op, WriteOp) else 0
+            if (last.nsid, last.tag) == (op.nsid, tag) and last.length_bytes + size <= max_bytes:
                 last.parts.append((i, len(last.segments), len(op.segments)))
                 last.segments += op.segments
                 last.length_bytes += size
                 end += size
                 continue
         request = Request(op.nsid, op.offset_bytes, size, list(op.segments), write=write)
+        request.tag = op.tag if isinstance(op, WriteOp) else 0
         request.parts.append((i, 0, len(op.segments)))
         requests.append(request)
         end = op.offset_bytes + size
@@ -216,6 +218,7 @@ def _split(op: ReadOp | WriteOp, index: int, size: int, max_bytes: int, *, write
         else:
             segments = _clip(op.segments, at, length_bytes)
         request = Request(op.nsid, op.offset_bytes + at, length_bytes, segments, write=write)
+        request.tag = op.tag if isinstance(op, WriteOp) else 0
         request.parts.append((index, 0, 0))
         requests.append(request)
     return requests

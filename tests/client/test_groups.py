@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from forebay.client import Admin, Client, ClientOptions, PlannedWrite, TilesResult, WritePlan
 from forebay.client.layouts import runs
 from forebay.client.plans import MAX_PLAN_BYTES
-from forebay.client.transports.base import ReadOp, Segment
+from forebay.client.transports.base import ReadOp, Segment, WriteOp
 from forebay.client.transports.requests import plan as commands
 from forebay.errors import (
     OK,
@@ -271,6 +271,20 @@ def test_a_plan_that_is_given_up(ranks: Ranks) -> None:
     assert again.stored
 
 
+def test_an_old_plan_reaches_nothing_of_a_new_one(ranks: Ranks) -> None:
+    leader, follower = ranks.clients
+    old = leader.allocate([b"again"])
+    assert leader.abort(old) == 1
+    new = leader.allocate([b"again"])
+    assert new.writes[0].extent == old.writes[0].extent, "the same place, or this proves nothing"
+    assert follower.host_nqn != leader.host_nqn
+    eventually(lambda: follower.put([b"connected"], [value(0)])[0].present, "the follower to connect again")
+    assert ranks.put(new, 1, [value(1)]) == ["pending"]
+    assert ranks.put(old, 1, [value(9)]) == ["write_fenced"]
+    assert ranks.put(new, 0, [value(1)]) == ["ok"]
+    assert stored(ranks.node, b"again") == value(1)
+
+
 class Process:
     """A rank in a process of its own: `tests.client.engine`."""
 
@@ -428,7 +442,7 @@ WRITES = (
     PlannedWrite(BlockKey(b"held"), 4096, Pending.code),
     PlannedWrite(BlockKey(b"full"), 4096, NoSpace.code),
 )
-PLAN = WritePlan(b"s" * 16, WRITES)
+PLAN = WritePlan(b"s" * 16, WRITES, 0xFFFFFFFF)
 
 
 def test_a_plan_as_bytes_is_the_same_plan() -> None:
@@ -514,6 +528,16 @@ def test_tiles_of_a_split_take_few_commands() -> None:
     assert count(stage) == count(sorted(stage, key=lambda tile: tile % 8)) == 8
     assert count(stage, bridge_bytes=layout.extent_bytes // 16) == 1
     assert count(grid.tiles_of(range(2, 6), range(8, 24))) == 4
+
+
+def test_a_command_carries_one_tag() -> None:
+    def write(at: int, tag: int, blocks: int = 1) -> WriteOp:
+        return WriteOp(1, at * LBA_BYTES, (Segment(None, blocks * LBA_BYTES),), tag)
+
+    ops = [write(0, 5), write(1, 5), write(2, 6), write(3, 0), write(4, 6, 4)]
+    sizes = [LBA_BYTES] * 4 + [4 * LBA_BYTES]
+    made = commands(ops, range(5), sizes, 2 * LBA_BYTES)
+    assert [(r.tag, r.length_bytes // LBA_BYTES) for r in made] == [(5, 2), (6, 1), (0, 1), (6, 2), (6, 2)]
 
 
 @given(st.data())

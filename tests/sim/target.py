@@ -39,6 +39,8 @@ class SimWrite:
     volume: VolumeId
     offset_bytes: int
     data: bytes
+    tag: int | None = None
+    """None: whatever the grant says, for tests that are about something else."""
     landed: bool = False
 
 
@@ -59,15 +61,15 @@ class SimHost:
         self.host = host
         self.controller = target.connect(tenant, host)
 
-    def submit(self, volume: VolumeId, offset_bytes: int, data: bytes) -> SimWrite:
+    def submit(self, volume: VolumeId, offset_bytes: int, data: bytes, tag: int | None = None) -> SimWrite:
         """Send a write and leave it in flight."""
-        write = SimWrite(self.host, self.controller, volume, offset_bytes, data)
+        write = SimWrite(self.host, self.controller, volume, offset_bytes, data, tag)
         self.target.in_flight.append(write)
         return write
 
-    def write(self, volume: VolumeId, offset_bytes: int, data: bytes) -> None:
+    def write(self, volume: VolumeId, offset_bytes: int, data: bytes, tag: int | None = None) -> None:
         """Write and wait. Raises `ConnectionLost` or `WriteFenced`."""
-        self.target.land(self.submit(volume, offset_bytes, data))
+        self.target.land(self.submit(volume, offset_bytes, data, tag))
 
     def read(self, volume: VolumeId, offset_bytes: int, length_bytes: int) -> bytes:
         """Read. Raises `ConnectionLost`, or `TargetRefused` for a volume that this host may not see."""
@@ -188,6 +190,7 @@ class SimTarget(Target):
         end = write.offset_bytes + len(write.data)
         return any(
             write.host in g.hosts
+            and write.tag in (None, g.tag)
             and g.extent.volume == write.volume
             and g.extent.offset_bytes <= write.offset_bytes
             and end <= g.extent.end_bytes

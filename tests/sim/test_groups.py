@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 
 from forebay.appliance.dataplane.interface import Barrier
+from forebay.appliance.namespace.sessions import SessionState
 from forebay.appliance.namespace.writes import Allocation, TileSum
 from forebay.errors import (
     OK,
@@ -21,9 +24,10 @@ from forebay.errors import (
     WriteFenced,
 )
 from forebay.ids import LBA_BYTES, BlockKey, WriteId
+from tests.conftest import LONG
 from tests.sim.rig import GRID, Member, Rig
 from tests.sim.running import on_loop
-from tests.sim.target import SimHost
+from tests.sim.target import SimHost, SimWrite
 
 VALUE = bytes(range(256)) * 64  # 16 KiB: four tiles of 4 KiB, [head group][layer group]
 OTHER = VALUE[::-1]
@@ -55,7 +59,7 @@ class Group:
         for tile in tiles:
             at = tile * LBA_BYTES
             data = value[at : at + LBA_BYTES]
-            self.ranks[rank].host.write(row.extent.volume, row.extent.offset_bytes + at, data)
+            self.ranks[rank].host.write(row.extent.volume, row.extent.offset_bytes + at, data, row.tag)
 
     def sums(self, row: Allocation, key: bytes, tiles: Sequence[int], value: bytes = VALUE) -> list[TileSum]:
         every = self.rig.sums(self.leader, key, row.write_id, value)
@@ -229,6 +233,26 @@ async def test_the_other_group_goes_on_when_the_first_is_given_up(rig: Rig) -> N
     rig.check()
 
 
+@on_loop
+async def test_a_rank_that_goes_on_by_an_old_plan_is_refused_in_the_same_place(rig: Rig) -> None:
+    """Its host may write there again, under the grant of another write: what it sends is not of that write."""
+    await rig.start()
+    await rig.namespace()
+    group = await Group.start(rig)
+    (old,) = await group.allocate(b"k")
+    await rig.node.writes.abort(group.leader.session, [old.write_id])
+    (new,) = await group.allocate(b"k")
+    assert new.extent == old.extent and new.tag != old.tag
+    for rank in group.ranks:
+        rank.host = SimHost(rig.target, "t", rank.identity)
+    assert await group.put(0, new, b"k", HALVES[0]) == Pending.code
+    for tiles in HALVES:
+        with pytest.raises(WriteFenced):
+            group.write(1, old, tiles, OTHER)
+    assert await group.put(1, new, b"k", HALVES[1]) == OK
+    assert await rig.get(group.leader, b"k") == VALUE
+
+
 @pytest.mark.parametrize("dead", [0, 1], ids=["the leader", "a follower"])
 @pytest.mark.parametrize("wrote", [False, True], ids=["before its commit", "before its write"])
 @on_loop
@@ -369,3 +393,138 @@ async def test_the_last_tiles_of_two_ranks_race(rig: Rig) -> None:
     assert await codes[1] == await repeated == [OK]
     assert rig.node.engine.counters["committed_blocks"] == 1
     rig.check()
+
+
+# ---------------------------------------------------------------------------------------------------- any order
+
+
+class Walk:
+    """Groups of ranks that do whatever comes to mind, each tile by the rank that owns it; and what must always hold."""
+
+    KEYS = (b"a", b"b")
+
+    def __init__(self, rig: Rig, seed: int) -> None:
+        self.rig = rig
+        self.pick = random.Random(seed).randrange
+        self.groups: list[Group] = []
+        self.writes: list[tuple[Group, bytes, Allocation]] = []
+        self.landed: dict[WriteId, set[int]] = {}
+        self.in_flight: list[tuple[Group, int, WriteId, int, SimWrite]] = []
+
+    @staticmethod
+    def value(row: Allocation) -> bytes:
+        """What a write writes: no two write the same."""
+        return (row.write_id * (len(VALUE) // 16))[: len(VALUE)]
+
+    async def run(self, steps: int) -> None:
+        await self.rig.start()
+        await self.rig.namespace()
+        self.groups = [await Group.start(self.rig) for _ in range(2)]
+        usual = [self.allocate, self.submit, self.submit, self.land, self.commit] * 2
+        actions = [*usual, self.abort, self.later, self.delete, self.reconnect, self.end_session]
+        for _ in range(steps):
+            await actions[self.pick(len(actions))]()
+            self.rig.check()
+            await self.look()
+        for group in self.groups:
+            await self.rig.node.end_session(group.leader.session)
+        for _, _, _, _, write in self.in_flight:
+            with pytest.raises((ConnectionLost, WriteFenced)):
+                self.rig.target.land(write)
+        assert len(self.rig.node.writes) == 0 and not self.rig.target.grants
+        self.rig.check()
+
+    async def look(self) -> None:
+        """What is visible is whole and of one write id."""
+        reader = await self.rig.open()
+        for key in self.KEYS:
+            value = await self.rig.get(reader, key)
+            assert value is None or value in {self.value(row) for _, k, row in self.writes if k == key}
+        await self.rig.node.end_session(reader.session)
+
+    # --- actions ---
+
+    async def allocate(self) -> None:
+        group, key = self.groups[self.pick(2)], self.KEYS[self.pick(2)]
+        (row,) = await group.allocate(key, ttl_ms=1_000)
+        if row.extent is not None:
+            self.writes.append((group, key, row))
+            self.landed[row.write_id] = set()
+
+    def latest(self) -> tuple[Group, bytes, Allocation] | None:
+        """One of the last writes, so that some get somewhere."""
+        return self.writes[-1 - self.pick(min(3, len(self.writes)))] if self.writes else None
+
+    async def submit(self) -> None:
+        """A rank sends its tiles."""
+        chosen = self.latest()
+        if chosen is None:
+            return
+        group, _, row = chosen
+        rank = self.pick(2)
+        assert row.extent is not None
+        for tile in HALVES[rank]:
+            if all(one[2:4] != (row.write_id, tile) for one in self.in_flight):
+                at = tile * LBA_BYTES
+                data = self.value(row)[at : at + LBA_BYTES]
+                write = group.ranks[rank].host.submit(row.extent.volume, row.extent.offset_bytes + at, data, row.tag)
+                self.in_flight.append((group, rank, row.write_id, tile, write))
+
+    async def land(self) -> None:
+        """Commands arrive, the newest first, but for some that take their time."""
+        for _ in range(self.pick(5)):
+            if self.in_flight:
+                _, _, write_id, tile, write = self.in_flight.pop(-1 - self.pick(min(2, len(self.in_flight))))
+                with suppress(ConnectionLost, WriteFenced):
+                    self.rig.target.land(write)
+                    self.landed[write_id].add(tile)
+
+    async def commit(self) -> None:
+        """Each rank commits what it wrote, and nothing whose command is still under way."""
+        chosen = self.latest()
+        if chosen is None:
+            return
+        group, key, row = chosen
+        stuck = {tile for _, _, write_id, tile, _ in self.in_flight if write_id == row.write_id}
+        for rank in (0, 1):
+            tiles = [tile for tile in HALVES[rank] if tile in self.landed[row.write_id] - stuck]
+            if tiles and group.leader.session.state is SessionState.OPEN:
+                (status,) = await group.commit(rank, [(row.write_id, group.sums(row, key, tiles, self.value(row)))])
+                assert status in (OK, Pending.code, WriteExpired.code)
+
+    async def abort(self) -> None:
+        """A rank gives up, and says that its commands have completed only if they have."""
+        chosen = self.latest()
+        if chosen is None:
+            return
+        group, _, row = chosen
+        rank = self.pick(2)
+        busy = any(one[0] is group and one[1] == rank for one in self.in_flight)
+        quiesced = [] if busy else [group.ranks[rank].identity]
+        await self.rig.node.writes.abort(group.leader.session, [row.write_id], quiesced=quiesced)
+
+    async def later(self) -> None:
+        await self.groups[0].outlive(0)
+        await self.groups[1].outlive(400)
+
+    async def delete(self) -> None:
+        group = self.groups[self.pick(2)]
+        await self.rig.node.blocks.delete(group.leader.session, [BlockKey(self.KEYS[self.pick(2)])])
+
+    async def reconnect(self) -> None:
+        """A rank comes back after it was torn down; commands of its old controller are still on their way."""
+        group = self.groups[self.pick(2)]
+        for rank in group.ranks:
+            if not self.rig.target.controllers(rank.identity):
+                rank.host = SimHost(self.rig.target, "t", rank.identity)
+
+    async def end_session(self) -> None:
+        number = self.pick(2)
+        await self.rig.node.end_session(self.groups[number].leader.session)
+        self.groups[number] = await Group.start(self.rig)
+
+
+@pytest.mark.parametrize("seed", range(3_000 if LONG else 160))
+@on_loop
+async def test_groups_in_any_order_show_whole_blocks_and_leak_nothing(rig: Rig, seed: int) -> None:
+    await Walk(rig, seed).run(100)

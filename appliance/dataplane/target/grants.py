@@ -18,16 +18,22 @@ __all__ = ["Grant", "GrantTable"]
 
 
 class Grant:
-    """One live grant: `[slba, end)` of a volume for some hosts. Changed only under the table's lock."""
+    """One live grant: `[slba, end)` of a volume for some hosts. Changed only under the table's lock.
 
-    __slots__ = ("end", "grant_id", "hosts", "revoked", "slba", "volume", "writers")
+    Only commands that carry its tag are under it (0: those that carry none), so that one which a host sent under an
+    earlier grant of the same place never passes for one of this.
+    """
 
-    def __init__(self, grant_id: int, volume: str, hosts: frozenset[HostIdentity], slba: int, end: int) -> None:
+    __slots__ = ("end", "grant_id", "hosts", "revoked", "slba", "tag", "volume", "writers")
+
+    def __init__(
+        self, grant_id: int, volume: str, hosts: frozenset[HostIdentity], lbas: tuple[int, int], tag: int
+    ) -> None:
         self.grant_id = grant_id
         self.volume = volume
         self.hosts = hosts
-        self.slba = slba
-        self.end = end
+        self.slba, self.end = lbas
+        self.tag = tag
         self.writers = 0
         self.revoked = False
 
@@ -47,9 +53,9 @@ class GrantTable:
         return len(self._by_id)
 
     def add(
-        self, volume: str, hosts: Collection[HostIdentity], rows: Sequence[tuple[int, int, int]], lba_count: int
+        self, volume: str, hosts: Collection[HostIdentity], rows: Sequence[tuple[int, int, int, int]], lba_count: int
     ) -> None:
-        """Add `(grant id, slba, nlb)` rows for these hosts, all or none.
+        """Add `(grant id, slba, nlb, tag)` rows for these hosts, all or none.
 
         A row that is live already, equal in all parts, is left as it is, so that a request whose answer was lost can
         be sent again. Raises `InvalidArgument` for a range outside the volume and `AlreadyExists` for one that
@@ -59,17 +65,18 @@ class GrantTable:
         with self._changed:
             grants = self._by_volume.setdefault(volume, [])
             fresh: list[Grant] = []
-            for grant_id, slba, nlb in rows:
+            for grant_id, slba, nlb, tag in rows:
                 if nlb < 1 or slba < 0 or slba + nlb > lba_count:
                     raise InvalidArgument(f"grant {grant_id} of {nlb} LBAs at {slba}", field="grants", limit=lba_count)
                 known = self._by_id.get(grant_id)
                 if known is None:
-                    fresh.append(Grant(grant_id, volume, holders, slba, slba + nlb))
-                elif known.revoked or (known.volume, known.hosts, known.slba, known.end) != (
+                    fresh.append(Grant(grant_id, volume, holders, (slba, slba + nlb), tag))
+                elif known.revoked or (known.volume, known.hosts, known.slba, known.end, known.tag) != (
                     volume,
                     holders,
                     slba,
                     slba + nlb,
+                    tag,
                 ):
                     raise AlreadyExists(f"grant id {grant_id} is taken", field="grants")
             if len({grant.grant_id for grant in fresh}) != len(fresh):
@@ -84,15 +91,15 @@ class GrantTable:
             self._by_volume[volume] = merged
             self._by_id.update((grant.grant_id, grant) for grant in fresh)
 
-    def covers(self, volume: str, host: HostIdentity, slba: int, nlb: int) -> bool:
-        """Whether the host's live grants cover the range without a gap."""
+    def covers(self, volume: str, host: HostIdentity, slba: int, nlb: int, *, tag: int = 0) -> bool:
+        """Whether the host's live grants of that tag cover the range without a gap."""
         with self._changed:
-            return self._covering(volume, host, slba, nlb) is not None
+            return self._covering(volume, host, (slba, slba + nlb), tag) is not None
 
-    def begin_write(self, volume: str, host: HostIdentity, slba: int, nlb: int) -> list[Grant] | None:
+    def begin_write(self, volume: str, host: HostIdentity, slba: int, nlb: int, *, tag: int = 0) -> list[Grant] | None:
         """Count a media write in on the grants that cover it; None if the range is not covered. See `end_write`."""
         with self._changed:
-            covering = self._covering(volume, host, slba, nlb)
+            covering = self._covering(volume, host, (slba, slba + nlb), tag)
             for grant in covering or ():
                 grant.writers += 1
             return covering
@@ -133,14 +140,14 @@ class GrantTable:
                     del self._by_volume[grant.volume]
         return len(grants)
 
-    def _covering(self, volume: str, host: HostIdentity, slba: int, nlb: int) -> list[Grant] | None:
+    def _covering(self, volume: str, host: HostIdentity, lbas: tuple[int, int], tag: int) -> list[Grant] | None:
+        slba, end = lbas
         grants = self._by_volume.get(volume, [])
-        end = slba + nlb
         at = bisect_right(grants, slba, key=_start) - 1
         found: list[Grant] = []
         while 0 <= at < len(grants):
             grant = grants[at]
-            if not grant.slba <= slba < grant.end or grant.revoked or host not in grant.hosts:
+            if not grant.slba <= slba < grant.end or grant.revoked or host not in grant.hosts or grant.tag != tag:
                 return None
             found.append(grant)
             slba = grant.end

@@ -127,7 +127,7 @@ class IoCommands:
         else:
             status, namespace = self._check(command)
             # Refused early, before any data moves; what counts is the check at the write itself, in `_store`.
-            if namespace is not None and not self._may_write(namespace, command.slba, command.block_count):
+            if namespace is not None and not self._may_write(namespace, command):
                 return _ACCESS_DENIED, None
         if namespace is not None and (
             command.cid in self._writes or any(one.command.cid == command.cid for one in self._waiting)
@@ -144,12 +144,13 @@ class IoCommands:
                 return Status.DATA_SGL_LENGTH_INVALID | DNR, None
         return status, namespace
 
-    def _may_write(self, namespace: Namespace, slba: int, nlb: int) -> bool:
+    def _may_write(self, namespace: Namespace, command: Command) -> bool:
         volume = namespace.volume
         assert self._controller is not None, "a write without a controller"
         if volume.readonly:
             return False
-        return not volume.fenced or self._grants.covers(volume.name, self._controller.host, slba, nlb)
+        where = (volume.name, self._controller.host, command.slba, command.block_count)
+        return not volume.fenced or self._grants.covers(*where, tag=command.reference_tag)
 
     def _enter(self, namespace: Namespace) -> bool:
         """From here on this thread may touch the namespace's media, unless it is being taken away.
@@ -344,7 +345,7 @@ class IoCommands:
     def _consume(self, command: Command, namespace: Namespace, at_bytes: int, data: memoryview) -> int:
         """A chunk of a command's data is here; returns the status so far."""
         if command.opcode == _WRITE:
-            return self._store(namespace, command.slba + (at_bytes >> _LBA_SHIFT), data)
+            return self._store(namespace, command.slba + (at_bytes >> _LBA_SHIFT), data, command.reference_tag)
         return self._dataset_management(command, namespace, data)
 
     def _finish(self, command: Command, namespace: Namespace) -> int:
@@ -358,7 +359,7 @@ class IoCommands:
 
     # --- media ------------------------------------------------------------------------------------------------------
 
-    def _store(self, namespace: Namespace, slba: int, data: memoryview) -> int:
+    def _store(self, namespace: Namespace, slba: int, data: memoryview, tag: int) -> int:
         """Write to media, if at this moment this host may. Returns the status."""
         volume = namespace.volume
         assert self._controller is not None, "a write without a controller"
@@ -368,7 +369,8 @@ class IoCommands:
         held = None
         try:
             if volume.fenced:
-                held = grants.begin_write(volume.name, self._controller.host, slba, len(data) >> _LBA_SHIFT)
+                where = (volume.name, self._controller.host, slba, len(data) >> _LBA_SHIFT)
+                held = grants.begin_write(*where, tag=tag)
                 if held is None:
                     return _ACCESS_DENIED
             started_ns = time.monotonic_ns()

@@ -65,17 +65,22 @@ class PrivateMethods:
         return True
 
     def forebay_grants_add(self, params: Params) -> bool:
-        """Grant ranges of a volume to hosts, all or none; -17 if one overlaps another grant."""
+        """Grant ranges of a volume to hosts, all or none; -17 if one overlaps another grant.
+
+        Rows are id, first LBA, number of LBAs, and the reference tag that writes must carry.
+        """
         volume = self._server.volume(params.text("name"))
-        names, rows = params.text_rows("hosts", 2), params.rows("grants", 3)
+        names, rows = params.text_rows("hosts", 2), params.rows("grants", 4)
         params.finish()
         try:
             hosts = [HostIdentity(host_nqn, str(UUID(host_id))) for host_nqn, host_id in names]
         except ValueError:
             raise RpcError.invalid_params() from None
-        if not hosts:
+        if not hosts or any(row[3] > 0xFFFFFFFF for row in rows):
             raise RpcError.invalid_params()
-        self._server.grants.add(volume.name, hosts, [(row[0], row[1], row[2]) for row in rows], volume.lba_count)
+        self._server.grants.add(
+            volume.name, hosts, [(row[0], row[1], row[2], row[3]) for row in rows], volume.lba_count
+        )
         return True
 
     def forebay_grants_revoke(self, params: Params) -> Any:

@@ -70,6 +70,11 @@ class Command(NamedTuple):
         """Number of LBAs of Read and Write (the field is 0's based). NVM §3.2.4."""
         return (self.cdw12 & 0xFFFF) + 1
 
+    @property
+    def reference_tag(self) -> int:
+        """ILBRT of Write, which means nothing to a namespace without protection information. NVM §3.2.6."""
+        return self.cdw14
+
 
 assert len(Command._fields) == 16
 
@@ -90,9 +95,9 @@ def read(cid: int, nsid: int, slba: int, nlb: int) -> Command:
     return _transfer(IoOpcode.READ, cid, nsid, slba, nlb)
 
 
-def write(cid: int, nsid: int, slba: int, nlb: int) -> Command:
+def write(cid: int, nsid: int, slba: int, nlb: int, reference_tag: int = 0) -> Command:
     """Write of `nlb` LBAs (1 to 65,536). NVM §3.2.6."""
-    return _transfer(IoOpcode.WRITE, cid, nsid, slba, nlb)
+    return _transfer(IoOpcode.WRITE, cid, nsid, slba, nlb)._replace(cdw14=reference_tag)
 
 
 def _transfer(opcode: int, cid: int, nsid: int, slba: int, nlb: int) -> Command:

@@ -739,6 +739,7 @@ class AllocateReply(_message.Message):
     LENGTHS_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    WRITE_TAG_FIELD_NUMBER: _builtins.int
     status: _builtins.bytes
     """u16: 0 an extent, AlreadyExists present, Pending another writer has it, NoSpace ..."""
     write_ids: _builtins.bytes
@@ -752,6 +753,8 @@ class AllocateReply(_message.Message):
     ttl_ms: _builtins.int
     retry_after_ms: _builtins.int
     """for rows that are pending or busy"""
+    write_tag: _builtins.int
+    """what every write command to these extents must carry as its reference tag (ILBRT)"""
     def __init__(
         self,
         *,
@@ -762,10 +765,11 @@ class AllocateReply(_message.Message):
         lengths: _builtins.bytes = ...,
         ttl_ms: _builtins.int = ...,
         retry_after_ms: _builtins.int = ...,
+        write_tag: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths", "offsets", b"offsets", "retry_after_ms", b"retry_after_ms", "status", b"status", "ttl_ms", b"ttl_ms", "volumes", b"volumes", "write_ids", b"write_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths", "offsets", b"offsets", "retry_after_ms", b"retry_after_ms", "status", b"status", "ttl_ms", b"ttl_ms", "volumes", b"volumes", "write_ids", b"write_ids", "write_tag", b"write_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -786,6 +790,7 @@ class WritePlan(_message.Message):
     VOLUMES_FIELD_NUMBER: _builtins.int
     OFFSETS_FIELD_NUMBER: _builtins.int
     LENGTHS_FIELD_NUMBER: _builtins.int
+    WRITE_TAG_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     session: _builtins.bytes
     value_lengths: _builtins.bytes
@@ -795,6 +800,7 @@ class WritePlan(_message.Message):
     volumes: _builtins.bytes
     offsets: _builtins.bytes
     lengths: _builtins.bytes
+    write_tag: _builtins.int
     @_builtins.property
     def keys(self) -> Global___Keys: ...
     def __init__(
@@ -809,10 +815,11 @@ class WritePlan(_message.Message):
         volumes: _builtins.bytes = ...,
         offsets: _builtins.bytes = ...,
         lengths: _builtins.bytes = ...,
+        write_tag: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lengths", b"lengths", "offsets", b"offsets", "session", b"session", "status", b"status", "value_lengths", b"value_lengths", "version", b"version", "volumes", b"volumes", "write_ids", b"write_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lengths", b"lengths", "offsets", b"offsets", "session", b"session", "status", b"status", "value_lengths", b"value_lengths", "version", b"version", "volumes", b"volumes", "write_ids", b"write_ids", "write_tag", b"write_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2083,6 +2090,139 @@ class ListSessionsReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListSessionsReply: _TypeAlias = ListSessionsReply  # noqa: Y015
+
+@_typing.final
+class StartScrubRequest(_message.Message):
+    """Verify every block, or those of one namespace, on the node. One at a time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    RATE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """empty: all"""
+    rate_bytes_per_s: _builtins.int
+    """0: the configured rate"""
+    @_builtins.property
+    def context(self) -> Global___AdminContext: ...
+    def __init__(
+        self,
+        *,
+        context: Global___AdminContext | None = ...,
+        namespace: _builtins.str = ...,
+        rate_bytes_per_s: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "namespace", b"namespace", "rate_bytes_per_s", b"rate_bytes_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartScrubRequest: _TypeAlias = StartScrubRequest  # noqa: Y015
+
+@_typing.final
+class StopScrubRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def context(self) -> Global___AdminContext: ...
+    def __init__(
+        self,
+        *,
+        context: Global___AdminContext | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopScrubRequest: _TypeAlias = StopScrubRequest  # noqa: Y015
+
+@_typing.final
+class ScrubStatusRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def context(self) -> Global___AdminContext: ...
+    def __init__(
+        self,
+        *,
+        context: Global___AdminContext | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScrubStatusRequest: _TypeAlias = ScrubStatusRequest  # noqa: Y015
+
+@_typing.final
+class ScrubInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    BYTES_TOTAL_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    BAD_FIELD_NUMBER: _builtins.int
+    UNREAD_FIELD_NUMBER: _builtins.int
+    SUSPECTS_LEFT_FIELD_NUMBER: _builtins.int
+    RATE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    STARTED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    ELAPSED_MS_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """none | running | done | stopped"""
+    namespace: _builtins.str
+    blocks: _builtins.int
+    """looked at"""
+    blocks_total: _builtins.int
+    """there when it began"""
+    bytes: _builtins.int
+    bytes_total: _builtins.int
+    gone: _builtins.int
+    """blocks that ended before their turn"""
+    bad: _builtins.int
+    """blocks whose checksums did not match: dropped"""
+    unread: _builtins.int
+    """blocks that the drive did not give"""
+    suspects_left: _builtins.int
+    """of the whole node"""
+    rate_bytes_per_s: _builtins.int
+    """the limit"""
+    started_unix_ms: _builtins.int
+    elapsed_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+        namespace: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        blocks_total: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        bytes_total: _builtins.int = ...,
+        gone: _builtins.int = ...,
+        bad: _builtins.int = ...,
+        unread: _builtins.int = ...,
+        suspects_left: _builtins.int = ...,
+        rate_bytes_per_s: _builtins.int = ...,
+        started_unix_ms: _builtins.int = ...,
+        elapsed_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad", b"bad", "blocks", b"blocks", "blocks_total", b"blocks_total", "bytes", b"bytes", "bytes_total", b"bytes_total", "elapsed_ms", b"elapsed_ms", "gone", b"gone", "namespace", b"namespace", "rate_bytes_per_s", b"rate_bytes_per_s", "started_unix_ms", b"started_unix_ms", "state", b"state", "suspects_left", b"suspects_left", "unread", b"unread"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScrubInfo: _TypeAlias = ScrubInfo  # noqa: Y015
 
 @_typing.final
 class NodeStatusReply(_message.Message):

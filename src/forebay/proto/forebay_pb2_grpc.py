@@ -854,6 +854,21 @@ class AdminStub:
                 request_serializer=forebay_dot_proto_dot_forebay__pb2.ListSessionsRequest.SerializeToString,
                 response_deserializer=forebay_dot_proto_dot_forebay__pb2.ListSessionsReply.FromString,
                 _registered_method=True)
+        self.StartScrub = channel.unary_unary(
+                '/forebay.v1.Admin/StartScrub',
+                request_serializer=forebay_dot_proto_dot_forebay__pb2.StartScrubRequest.SerializeToString,
+                response_deserializer=forebay_dot_proto_dot_forebay__pb2.ScrubInfo.FromString,
+                _registered_method=True)
+        self.StopScrub = channel.unary_unary(
+                '/forebay.v1.Admin/StopScrub',
+                request_serializer=forebay_dot_proto_dot_forebay__pb2.StopScrubRequest.SerializeToString,
+                response_deserializer=forebay_dot_proto_dot_forebay__pb2.ScrubInfo.FromString,
+                _registered_method=True)
+        self.ScrubStatus = channel.unary_unary(
+                '/forebay.v1.Admin/ScrubStatus',
+                request_serializer=forebay_dot_proto_dot_forebay__pb2.ScrubStatusRequest.SerializeToString,
+                response_deserializer=forebay_dot_proto_dot_forebay__pb2.ScrubInfo.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -931,6 +946,24 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartScrub(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopScrub(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScrubStatus(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -993,6 +1026,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListSessions,
                     request_deserializer=forebay_dot_proto_dot_forebay__pb2.ListSessionsRequest.FromString,
                     response_serializer=forebay_dot_proto_dot_forebay__pb2.ListSessionsReply.SerializeToString,
+            ),
+            'StartScrub': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartScrub,
+                    request_deserializer=forebay_dot_proto_dot_forebay__pb2.StartScrubRequest.FromString,
+                    response_serializer=forebay_dot_proto_dot_forebay__pb2.ScrubInfo.SerializeToString,
+            ),
+            'StopScrub': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopScrub,
+                    request_deserializer=forebay_dot_proto_dot_forebay__pb2.StopScrubRequest.FromString,
+                    response_serializer=forebay_dot_proto_dot_forebay__pb2.ScrubInfo.SerializeToString,
+            ),
+            'ScrubStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScrubStatus,
+                    request_deserializer=forebay_dot_proto_dot_forebay__pb2.ScrubStatusRequest.FromString,
+                    response_serializer=forebay_dot_proto_dot_forebay__pb2.ScrubInfo.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1319,6 +1367,87 @@ class Admin:
             '/forebay.v1.Admin/ListSessions',
             forebay_dot_proto_dot_forebay__pb2.ListSessionsRequest.SerializeToString,
             forebay_dot_proto_dot_forebay__pb2.ListSessionsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartScrub(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Admin/StartScrub',
+            forebay_dot_proto_dot_forebay__pb2.StartScrubRequest.SerializeToString,
+            forebay_dot_proto_dot_forebay__pb2.ScrubInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopScrub(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Admin/StopScrub',
+            forebay_dot_proto_dot_forebay__pb2.StopScrubRequest.SerializeToString,
+            forebay_dot_proto_dot_forebay__pb2.ScrubInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScrubStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Admin/ScrubStatus',
+            forebay_dot_proto_dot_forebay__pb2.ScrubStatusRequest.SerializeToString,
+            forebay_dot_proto_dot_forebay__pb2.ScrubInfo.FromString,
             options,
             channel_credentials,
             insecure,

@@ -214,6 +214,9 @@ class AdminStub:
     SetGrant: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.SetGrantRequest, _forebay_pb2.PrincipalInfo]
     NodeStatus: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.NodeStatusRequest, _forebay_pb2.NodeStatusReply]
     ListSessions: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.ListSessionsRequest, _forebay_pb2.ListSessionsReply]
+    StartScrub: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.StartScrubRequest, _forebay_pb2.ScrubInfo]
+    StopScrub: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.StopScrubRequest, _forebay_pb2.ScrubInfo]
+    ScrubStatus: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.ScrubStatusRequest, _forebay_pb2.ScrubInfo]
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -230,6 +233,9 @@ class AdminAsyncStub(AdminStub):
     SetGrant: _aio.UnaryUnaryMultiCallable[_forebay_pb2.SetGrantRequest, _forebay_pb2.PrincipalInfo]  # type: ignore[assignment]
     NodeStatus: _aio.UnaryUnaryMultiCallable[_forebay_pb2.NodeStatusRequest, _forebay_pb2.NodeStatusReply]  # type: ignore[assignment]
     ListSessions: _aio.UnaryUnaryMultiCallable[_forebay_pb2.ListSessionsRequest, _forebay_pb2.ListSessionsReply]  # type: ignore[assignment]
+    StartScrub: _aio.UnaryUnaryMultiCallable[_forebay_pb2.StartScrubRequest, _forebay_pb2.ScrubInfo]  # type: ignore[assignment]
+    StopScrub: _aio.UnaryUnaryMultiCallable[_forebay_pb2.StopScrubRequest, _forebay_pb2.ScrubInfo]  # type: ignore[assignment]
+    ScrubStatus: _aio.UnaryUnaryMultiCallable[_forebay_pb2.ScrubStatusRequest, _forebay_pb2.ScrubInfo]  # type: ignore[assignment]
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -315,5 +321,26 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _forebay_pb2.ListSessionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_forebay_pb2.ListSessionsReply, _abc.Awaitable[_forebay_pb2.ListSessionsReply]]: ...
+
+    @_abc_1.abstractmethod
+    def StartScrub(
+        self,
+        request: _forebay_pb2.StartScrubRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_forebay_pb2.ScrubInfo, _abc.Awaitable[_forebay_pb2.ScrubInfo]]: ...
+
+    @_abc_1.abstractmethod
+    def StopScrub(
+        self,
+        request: _forebay_pb2.StopScrubRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_forebay_pb2.ScrubInfo, _abc.Awaitable[_forebay_pb2.ScrubInfo]]: ...
+
+    @_abc_1.abstractmethod
+    def ScrubStatus(
+        self,
+        request: _forebay_pb2.ScrubStatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_forebay_pb2.ScrubInfo, _abc.Awaitable[_forebay_pb2.ScrubInfo]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -58,8 +58,8 @@ class Rig:
         self.server.add_namespace(self.subsystem, namespace)
         return volume
 
-    def grant(self, grant_id: int, slba: int, nlb: int, *hosts: HostIdentity) -> None:
-        self.server.grants.add("vol", hosts or (HOST,), [(grant_id, slba, nlb)], self.volume.lba_count)
+    def grant(self, grant_id: int, slba: int, nlb: int, *hosts: HostIdentity, tag: int = 0) -> None:
+        self.server.grants.add("vol", hosts or (HOST,), [(grant_id, slba, nlb, tag)], self.volume.lba_count)
 
     def attach(self, **options: object) -> Association:
         return Association(self.port, NQN, **options)  # type: ignore[arg-type]

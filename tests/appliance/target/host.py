@@ -159,8 +159,8 @@ class RawHost:
     def read(self, slba: int, nlb: int, nsid: int = 1) -> tuple[Completion, bytes]:
         return self.run(command.read(self.next_cid(), nsid, slba, nlb), read_bytes=nlb * 4096)
 
-    def write(self, slba: int, data: bytes, nsid: int = 1, *, in_capsule: bool = False) -> Completion:
-        one = command.write(self.next_cid(), nsid, slba, len(data) // 4096)
+    def write(self, slba: int, data: bytes, nsid: int = 1, *, in_capsule: bool = False, tag: int = 0) -> Completion:
+        one = command.write(self.next_cid(), nsid, slba, len(data) // 4096, tag)
         if in_capsule:
             return self.run(one, data=data)[0]
         return self.run(one, write=data)[0]
@@ -172,9 +172,9 @@ class RawHost:
         assert done.status == 0, f"{done.status:#x}"
         return raw
 
-    def start_write(self, slba: int, length_bytes: int, nsid: int = 1) -> R2TReceived:
+    def start_write(self, slba: int, length_bytes: int, nsid: int = 1, *, tag: int = 0) -> R2TReceived:
         """Send a Write and wait for its R2T."""
-        one = command.write(self.next_cid(), nsid, slba, length_bytes // 4096)
+        one = command.write(self.next_cid(), nsid, slba, length_bytes // 4096, tag)
         self.send(self.conn.send_command(one, write_bytes=length_bytes))
         return self.expect(R2TReceived)
 

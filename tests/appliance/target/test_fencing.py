@@ -97,6 +97,31 @@ def test_hosts_of_one_grant_write_side_by_side_and_no_other_does(rig: Rig, monke
             assert denied(host.io[0].write(0, DATA))
 
 
+def test_only_commands_with_its_tag_are_under_a_grant(rig: Rig) -> None:
+    rig.grant(1, 0, 4, tag=7)
+    rig.grant(2, 4, 4, tag=8)
+    rig.grant(3, 8, 4)
+    with rig.attach() as host:
+        for in_capsule in (False, True):
+            assert host.io[0].write(0, DATA, tag=7, in_capsule=in_capsule).status == 0
+            assert host.io[0].write(8, DATA, in_capsule=in_capsule).status == 0
+            for slba, tag in ((0, 0), (0, 8), (8, 7), (3, 7), (3, 8)):
+                assert denied(host.io[0].write(slba, DATA, tag=tag, in_capsule=in_capsule))
+
+
+def test_a_late_command_of_an_earlier_grant_is_refused_in_the_same_place(rig: Rig) -> None:
+    rig.grant(1, 0, 10, tag=1)
+    with rig.attach() as host:
+        request = host.io[0].start_write(0, 8192, tag=1)
+        rig.server.grants.revoke([1])
+        rig.grant(2, 0, 10, tag=2)
+        host.io[0].send(host.io[0].conn.send_h2c_data(request, [DATA]))
+        assert denied(host.io[0].finish())
+        assert denied(host.io[0].write(0, DATA, tag=1))
+        assert rig.stored(0, 2) == bytes(8192)
+        assert host.io[0].write(0, DATA, tag=2).status == 0
+
+
 def test_a_grant_is_for_the_host_id_not_for_the_nqn(rig: Rig) -> None:
     rig.grant(1, 0, 10, HostIdentity(HOST.nqn, OTHER.host_id))
     with rig.attach() as host:
@@ -274,23 +299,28 @@ def test_host_discard_is_not_offered(rig: Rig) -> None:
 
 def test_adding_is_all_or_none_and_may_be_repeated() -> None:
     table = GrantTable()
-    table.add("v", [HOST], [(1, 0, 4), (2, 4, 4)], 100)
-    for rows in ([(3, 50, 1), (4, 7, 1)], [(3, 50, 2), (4, 51, 1)], [(5, 60, 1), (5, 61, 1)], [(1, 60, 1)]):
+    table.add("v", [HOST], [(1, 0, 4, 0), (2, 4, 4, 0)], 100)
+    for rows in (
+        [(3, 50, 1, 0), (4, 7, 1, 0)],
+        [(3, 50, 2, 0), (4, 51, 1, 0)],
+        [(5, 60, 1, 0), (5, 61, 1, 0)],
+        [(1, 60, 1, 0)],
+    ):
         with pytest.raises(AlreadyExists):
             table.add("v", [HOST], rows, 100)
-    for row in ((9, 100, 1), (9, 99, 2), (9, 0, 0)):
+    for row in ((9, 100, 1, 0), (9, 99, 2, 0), (9, 0, 0, 0)):
         with pytest.raises(InvalidArgument):
-            table.add("v", [HOST], [(8, 20, 1), row], 100)
+            table.add("v", [HOST], [(8, 20, 1, 0), row], 100)
     assert len(table) == 2
     assert not table.covers("v", HOST, 50, 1)
-    table.add("v", [HOST], [(1, 0, 4), (6, 8, 1)], 100)
+    table.add("v", [HOST], [(1, 0, 4, 0), (6, 8, 1, 0)], 100)
     with pytest.raises(AlreadyExists):
-        table.add("v", [OTHER], [(1, 0, 4)], 100)
+        table.add("v", [OTHER], [(1, 0, 4, 0)], 100)
     assert table.covers("v", HOST, 0, 9)
     assert table.revoke([1, 1, 99]) == 1
     assert table.revoke([1]) == 0
     assert table.revoke_all() == 2
-    table.add("v", [OTHER], [(1, 0, 100)], 100)
+    table.add("v", [OTHER], [(1, 0, 100, 0)], 100)
 
 
 ops = st.lists(
@@ -311,7 +341,7 @@ def test_the_table_agrees_with_a_map_of_lbas(steps: list[tuple[str, int, int, in
             taken = any(g == number for _, g in owner.values()) or any(lba in owner for lba in lbas)
             same = {lba for lba, (_, g) in owner.items() if g == number} == set(lbas)
             try:
-                table.add("v", hosts, [(number, slba, nlb)], 100)
+                table.add("v", hosts, [(number, slba, nlb, 0)], 100)
             except AlreadyExists:
                 assert taken and not same
             else:

@@ -294,17 +294,20 @@ def test_grants_and_teardown(control: Control) -> None:
     mine = {"name": "v", "hosts": [[HOST_NQN, str(HOST_ID).upper()]]}
     with Association(port, NQN) as host:
         assert host.io[0].write(0, bytes(4096)).status == Status.ACCESS_DENIED
-        assert client.forebay_grants_add(**mine, grants=[[1, 0, 8], [2, 8, 8]]) is True
+        assert client.forebay_grants_add(**mine, grants=[[1, 0, 8, 0], [2, 8, 8, 0]]) is True
         assert host.io[0].write(4, bytes(8 * 4096)).status == 0
         theirs = {"name": "v", "hosts": [[OTHER_NQN, str(OTHER_ID)]]}
-        assert control.error("forebay_grants_add", **theirs, grants=[[3, 100, 1], [4, 15, 2]]) == (-17, "File exists")
+        assert control.error("forebay_grants_add", **theirs, grants=[[3, 100, 1, 0], [4, 15, 2, 0]]) == (
+            -17,
+            "File exists",
+        )
         assert client.forebay_get_info()["grants"] == 2
-        assert control.error("forebay_grants_add", **theirs, grants=[[3, 16384, 1]])[0] == -32602
+        assert control.error("forebay_grants_add", **theirs, grants=[[3, 16384, 1, 0]])[0] == -32602
         assert control.error("forebay_grants_add", **theirs, grants=[[3, 16384]])[0] == -32602
-        assert control.error("forebay_grants_add", **theirs, grants=[[3, -1, 1]])[0] == -32602
+        assert control.error("forebay_grants_add", **theirs, grants=[[3, -1, 1, 0]])[0] == -32602
         for hosts in ([[OTHER_NQN, "x"]], [[OTHER_NQN]], [OTHER_NQN], [[OTHER_NQN, 1]], [], None):
-            assert control.error("forebay_grants_add", name="v", hosts=hosts, grants=[[3, 1, 1]])[0] == -32602
-        assert control.error("forebay_grants_add", **{**theirs, "name": "x"}, grants=[[3, 1, 1]])[0] == -19
+            assert control.error("forebay_grants_add", name="v", hosts=hosts, grants=[[3, 1, 1, 0]])[0] == -32602
+        assert control.error("forebay_grants_add", **{**theirs, "name": "x"}, grants=[[3, 1, 1, 0]])[0] == -19
         assert client.forebay_grants_revoke(ids=[2, 5]) == {"revoked": 1}
         assert client.forebay_grants_revoke(ids=[2]) == {"revoked": 0}
         assert host.io[0].write(8, bytes(4096)).status == Status.ACCESS_DENIED
