@@ -94,6 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"    {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         except Skipped as reason:
             print(f"    skipped: {reason}", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            print("    interrupted: these are the rows so far", file=sys.stderr, flush=True)
+            break
     if arguments.json:
         for row in rows:
             print(json.dumps(row.as_json(), ensure_ascii=False))

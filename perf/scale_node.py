@@ -1,8 +1,8 @@
 """The metadata of a node of any number of blocks, and its start: what `perf.ratios.scale` runs as processes.
 
-``make`` writes the records of blocks of eight tiles as commits would have, ``change`` deletes some and adds as many
-others through the change log, ``start`` does what a start does between opening the metadata and serving, and writes a
-checkpoint if there is none. No volume is there and none is read: a start reads metadata only.
+``make`` writes the records of blocks of eight tiles as commits would have, and a checkpoint of their index; ``change``
+deletes some and adds as many others through the change log; ``start`` does what a start does between opening the
+metadata and serving. No volume is there and none is read: a start reads metadata only.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from forebay.appliance.dataplane.embedded import EmbeddedTarget
 from forebay.appliance.dataplane.interface import VolumeSpec
@@ -35,7 +37,7 @@ from forebay.appliance.namespace.space import Drive, Space
 from forebay.appliance.namespace.store import Op, Store
 from forebay.clock import SystemClock
 from forebay.ids import BlockKey, Extent, StoredKey, VolumeId, WriteId, stored_key
-from forebay.index import BlockIndex
+from forebay.index import BlockIndex, RowState
 
 __all__ = ["main"]
 
@@ -71,7 +73,8 @@ def _block(number: int, place: int, sequence: int) -> Iterator[Op]:
     yield Op("owners", owner_key(_VOLUME, record.extent.offset_bytes), key)
 
 
-async def _make(store: Store, blocks: int) -> None:
+async def _make(store: Store, folder: Path, blocks: int) -> None:
+    """Records, and a checkpoint of the index that a node with these blocks would have."""
     state, regions = DesiredState(store), -(-blocks // _PER_REGION)
     await state.namespaces.put(Namespace(1, "scale", "scale", 0))
     await state.volumes.put(Volume(_VOLUME, 1, "drive0", 1, "0" * 32, "0" * 32, regions))
@@ -83,6 +86,31 @@ async def _make(store: Store, blocks: int) -> None:
         batch = range(first, min(blocks, first + _BATCH))
         await store.write([op for n in batch for op in _block(n, n, n + 1)], durable=False)
     await store.write([])
+    engine = _engine(store, folder, blocks)
+    for first in range(0, blocks, _BATCH):
+        batch = range(first, min(blocks, first + _BATCH))
+        _index(engine.index, batch)
+    engine.changes.skip_to(blocks)
+    if not await save_checkpoint(engine, folder / FILE_NAME, _NODE, lambda: False):
+        raise RuntimeError("no checkpoint was written")
+
+
+def _index(index: BlockIndex, batch: range) -> None:
+    """The rows of some blocks, each in the slot of its number."""
+    digests = [hashlib.blake2b(b"%d" % number).digest() for number in batch]
+    sums = np.frombuffer(b"".join([d[16 : 16 + 4 * _TILES] for d in digests]), "<u4").reshape(-1, _TILES)
+    index.insert(
+        index.digests([_key(number) for number in batch]),
+        sums.tolist(),
+        write_id=np.frombuffer(b"".join([d[:16] for d in digests]), "<u8").reshape(-1, 2),
+        offset=np.arange(batch.start, batch.stop, dtype=np.uint64) * np.uint64(_BLOCK_BYTES) + np.uint64(_REGION_BYTES),
+        volume=_VOLUME,
+        namespace=1,
+        length=_BLOCK_BYTES,
+        value_length=_BLOCK_BYTES,
+        state=RowState.VISIBLE,
+        flags=FLUSHED,
+    )
 
 
 async def _change(store: Store, blocks: int, changes: int) -> None:
@@ -101,13 +129,28 @@ async def _change(store: Store, blocks: int, changes: int) -> None:
 
 async def _start(store: Store, folder: Path, blocks: int) -> dict[str, Any]:
     began, began_cpu = time.perf_counter(), time.process_time()
-    state = DesiredState(store)
+    engine, path = _engine(store, folder, blocks), folder / FILE_NAME
+    found = await recover(engine, DesiredState(store), was_clean=True, checkpoint=path, node_id=_NODE)
+    seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
+    if found.blocks != blocks or found.dropped:
+        raise RuntimeError(f"{found} of {blocks} blocks")
+    return {
+        "start_s": seconds,
+        "cpu_s": cpu,
+        "index_bytes": engine.index.memory_bytes(),
+        "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        "checkpoint_bytes": path.stat().st_size if path.exists() else 0,
+    }
+
+
+def _engine(store: Store, folder: Path, blocks: int) -> Engine:
+    """What a node makes of its metadata before it recovers."""
     target = EmbeddedTarget(JsonRpcClient(folder / "none"), node="scale")
     space = Space(store, target, [Drive("drive0", "none", -(-blocks // _PER_REGION))], _REGION_BYTES)
-    for volume in state.volumes:
+    for volume in DesiredState(store).volumes:
         spec = VolumeSpec(volume.id, "scale", volume.nsid, volume.uuid, "none", 0, volume.nguid)
         space.add_volume(volume, spec)
-    engine = Engine(
+    return Engine(
         store,
         target,
         space,
@@ -120,21 +163,6 @@ async def _start(store: Store, folder: Path, blocks: int) -> dict[str, Any]:
         Waiters(),
         Counter(),
     )
-    path = folder / FILE_NAME
-    with_checkpoint = path.exists()
-    found = await recover(engine, state, was_clean=True, checkpoint=path, node_id=_NODE)
-    seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
-    if found.blocks != blocks or found.dropped:
-        raise RuntimeError(f"{found} of {blocks} blocks")
-    told = {
-        "start_s": seconds,
-        "cpu_s": cpu,
-        "index_bytes": engine.index.memory_bytes(),
-        "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
-    }
-    if not with_checkpoint and not await save_checkpoint(engine, path, _NODE, lambda: False):
-        raise RuntimeError("no checkpoint was written")
-    return told | {"checkpoint": with_checkpoint, "checkpoint_bytes": path.stat().st_size}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -143,7 +171,7 @@ def main(argv: Sequence[str]) -> int:
     store = RocksStore(folder / "metadata")
     try:
         if what == "make":
-            asyncio.run(_make(store, blocks))
+            asyncio.run(_make(store, folder, blocks))
         elif what == "change":
             asyncio.run(_change(store, blocks, int(argv[3])))
         else:

@@ -19,6 +19,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +63,7 @@ from forebay.schema import Schema
 __all__ = ["BlockStat", "Blocks", "Engine", "ListedBlock", "Located", "owner_key"]
 
 _log = logging.getLogger(__name__)
+_GROUP_OF = attrgetter("group")
 _OWNER_KEY = struct.Struct(">IQ")
 _MAX_LEASES_PER_BLOCK = 65_000 - MAX_BATCH_KEYS
 """The count has 16 bits, and one batch may name a block as often as it has keys."""
@@ -166,7 +168,7 @@ class Blocks:
         self.require_open(session)
         self.admit(session)
         stored = session.stored_keys(keys)
-        digests = self._e.index.digests(stored)
+        digests = session.digests(self._e.index, keys)
         rows = self._e.index.find(digests)
         return stored, digests, rows if expired else self._fresh(rows, session)
 
@@ -182,10 +184,12 @@ class Blocks:
 
         Takes no lease and moves nothing in the eviction order, so that asking never blocks eviction.
         """
-        rows = self.find(session, keys)[2]
+        self.require_open(session)
+        self.admit(session)
+        rows = self._fresh(self._e.index.find(session.digests(self._e.index, keys)), session)
         present = rows >= 0
         prefix: dict[int, int] = {}
-        if any(k.group for k in keys):
+        if any(map(_GROUP_OF, keys)):
             broken: set[int] = set()
             for key, there in zip(keys, present.tolist(), strict=True):
                 prefix.setdefault(key.group, 0)

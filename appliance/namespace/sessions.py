@@ -38,12 +38,13 @@ from forebay.ids import (
     WriteId,
     stored_prefix,
 )
-from forebay.index import Rows
+from forebay.index import BlockIndex, Digests, Rows
 from forebay.schema import Schema, TileLayout
 
 __all__ = ["Lease", "PendingWrite", "Session", "SessionState", "SessionTable", "WriteState"]
 
 _RECENT_WRITES = 8192
+_NO_COLUMN = (-1, -1)
 
 
 class WriteState(Enum):
@@ -135,17 +136,36 @@ class Session:
 
     def stored_keys(self, keys: Sequence[BlockKey]) -> list[StoredKey]:
         """The keys of metadata for a client's keys."""
-        prefixes = self._prefixes
+        column, prefix = _NO_COLUMN, b""
         out = []
-        for block in keys:
-            column = (block.scope, block.group)
-            prefix = prefixes.get(column)
-            if prefix is None:
-                prefix = prefixes[column] = stored_prefix(
-                    self.namespace, self.schema.keyspace, self.generation, block.scope, block.group
-                )
-            out.append(StoredKey(prefix + block.key))
+        for key, group, scope in keys:
+            if (scope, group) != column:
+                column = (scope, group)
+                prefix = self._prefix(column)
+            out.append(StoredKey(prefix + key))
         return out
+
+    def digests(self, index: BlockIndex, keys: Sequence[BlockKey]) -> Digests:
+        """The index's digests of `stored_keys`; what they have in common, which is most of them, is hashed once."""
+        column, copy = _NO_COLUMN, index.hash_of(b"").copy
+        out = []
+        for key, group, scope in keys:
+            if (scope, group) != column:
+                column = (scope, group)
+                copy = index.hash_of(self._prefix(column)).copy
+            digest = copy()
+            digest.update(key)
+            out.append(digest.digest())
+        return index.packed(out)
+
+    def _prefix(self, column: tuple[int, int]) -> bytes:
+        """What stored keys of a scope and group begin with."""
+        prefix = self._prefixes.get(column)
+        if prefix is None:
+            prefix = self._prefixes[column] = stored_prefix(
+                self.namespace, self.schema.keyspace, self.generation, *column
+            )
+        return prefix
 
 
 class SessionTable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from forebay.errors import DuplicateKey, InvalidArgument, KeySize
 
@@ -64,9 +64,11 @@ keeps a namespace, then a keyspace, then a generation together. The client's key
 assert STORED_PREFIX.size == 50
 
 
-@dataclass(frozen=True, slots=True)
-class BlockKey:
-    """What a client names a block by inside its session: the key with its two columns beside it."""
+class BlockKey(NamedTuple):
+    """What a client names a block by inside its session: the key with its two columns beside it.
+
+    A tuple, since batches are made of thousands of them.
+    """
 
     key: bytes
     group: int = 0

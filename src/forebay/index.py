@@ -172,7 +172,7 @@ class BlockIndex:
         return self.packed([blake2b(k, digest_size=16, key=key).digest() for k in stored_keys])
 
     def hash_of(self, prefix: bytes) -> blake2b:
-        """The keyed hash of a stored key's beginning: a copy of it, updated with the rest, digests as the whole does."""
+        """The keyed hash of a stored key's beginning; a copy updated with the rest digests as `digests` does."""
         return blake2b(prefix, digest_size=16, key=self._secret)
 
     @staticmethod
