@@ -45,6 +45,7 @@ __all__ = [
     "GrpcConfig",
     "HttpConfig",
     "LogConfig",
+    "ScrubConfig",
     "SessionsConfig",
     "SpaceConfig",
     "TargetConfig",
@@ -210,6 +211,25 @@ class SpaceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ScrubConfig:
+    """Scrubbing: every block is read and its checksums compared from time to time (docs/integrity.md)."""
+
+    rate_bytes_per_s: int = setting(
+        "rate",
+        Size(4096, 1 << 40),
+        64 << 20,
+        "Bytes a second, at most; also of a `forebay scrub` that names no rate of its own.",
+    )
+    interval_ms: int = setting(
+        "interval",
+        Duration(0, 366 * 86_400_000),
+        7 * 86_400_000,
+        "What one pass over all blocks takes at least: its reads are spread over that time. `0ms` switches the node's "
+        "own passes off; `forebay scrub` works all the same.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     """The daemon's log, written to standard error."""
 
@@ -260,6 +280,7 @@ class Config:
     target: TargetConfig = TargetConfig()
     sessions: SessionsConfig = SessionsConfig()
     space: SpaceConfig = SpaceConfig()
+    scrub: ScrubConfig = ScrubConfig()
     log: LogConfig = LogConfig()
     trace: TraceConfig = TraceConfig()
 
@@ -270,6 +291,7 @@ SECTIONS: dict[str, type[Any]] = {
     "target": TargetConfig,
     "sessions": SessionsConfig,
     "space": SpaceConfig,
+    "scrub": ScrubConfig,
     "log": LogConfig,
     "trace": TraceConfig,
 }

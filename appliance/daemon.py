@@ -42,6 +42,7 @@ from forebay.appliance.namespace.meta import NodeMeta
 from forebay.appliance.namespace.node import Node, NodeLimits
 from forebay.appliance.namespace.rocks import RocksStore
 from forebay.appliance.namespace.room import Watermarks
+from forebay.appliance.namespace.scrub import ScrubLimits
 from forebay.appliance.namespace.space import Drive
 from forebay.appliance.settings import Endpoint
 from forebay.appliance.trace import Tracer
@@ -62,6 +63,7 @@ DEFAULT_NAMESPACE = "default/default"
 _SWEEP_S = 0.25
 _STATS_ROUNDS = 8
 _RECONCILE_ROUNDS = 120
+_SCRUB_AGAIN_MS = 1_000
 _CHECKPOINT_S = 60.0
 _CHECKPOINT_CHANGES = 100_000
 _DEFAULT_CAPACITY_BYTES = 64 << 30
@@ -203,6 +205,7 @@ class _Daemon:
                 max_blocks=min(capacity_bytes // LBA_BYTES, _MAX_BLOCKS),
                 reclaim_bytes_per_s=config.space.reclaim_bytes_per_s,
                 watermarks=Watermarks(config.space.high_watermark, config.space.low_watermark),
+                scrub=ScrubLimits(config.scrub.rate_bytes_per_s, config.scrub.interval_ms),
             )
             node = await Node.open(
                 store,
@@ -254,7 +257,8 @@ class _Daemon:
         )
         served = {"grpc": replace(config.grpc.listen, port=await server.start(config.grpc.listen))}
         http: HttpServer | None = None
-        tasks = [asyncio.create_task(self._sweep(node)), asyncio.create_task(self._save_checkpoints(node))]
+        work = (self._sweep(node), self._scrub(node), self._save_checkpoints(node))
+        tasks = [asyncio.create_task(one) for one in work]
         try:
             if self._loading is not None:
                 await self._loading
@@ -333,6 +337,17 @@ class _Daemon:
             except Exception:  # the sweep must go on: leases and sessions end by it
                 _log.exception("sweep failed")
             await asyncio.sleep(_SWEEP_S)
+
+    async def _scrub(self, node: Node) -> None:
+        while True:
+            wait_ms = _SCRUB_AGAIN_MS
+            try:
+                wait_ms = await node.scrubber.step()
+            except ForebayError as error:
+                _log.warning("scrub: %s", error)
+            except Exception:  # the next batch may be better
+                _log.exception("scrub failed")
+            await asyncio.sleep(wait_ms / 1000)
 
     async def _save_checkpoints(self, node: Node) -> None:
         while True:

@@ -128,6 +128,9 @@ METRICS: tuple[MetricSpec, ...] = (
         ("limit",),
     ),
     MetricSpec("forebay_verified_blocks_total", "counter", "Blocks whose checksums the node compared itself."),
+    MetricSpec("forebay_scrubbed_blocks_total", "counter", "Of these, blocks that a scrub came to."),
+    MetricSpec("forebay_scrubbed_bytes_total", "counter", "Bytes of their extents."),
+    MetricSpec("forebay_scrub_passes_total", "counter", "Scrubs that came to their end."),
     MetricSpec("forebay_dropped_records_total", "counter", "Records that this start found to be of no use."),
     # the target
     MetricSpec("forebay_target_up", "gauge", "1 when the target answers and knows what it should serve."),
@@ -157,6 +160,9 @@ _SIMPLE = {
     "forebay_committed_bytes_total": "committed_bytes",
     "forebay_aborted_blocks_total": "aborted_blocks",
     "forebay_verified_blocks_total": "blocks_verified",
+    "forebay_scrubbed_blocks_total": "scrubbed_blocks",
+    "forebay_scrubbed_bytes_total": "scrubbed_bytes",
+    "forebay_scrub_passes_total": "scrub_passes",
     "forebay_dropped_records_total": "records_dropped",
     "forebay_target_differences_total": "target_differences",
 }

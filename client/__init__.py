@@ -13,6 +13,7 @@ from forebay.client.admin import (
     NodeStatus,
     PrincipalInfo,
     ScopeInfo,
+    ScrubStatus,
     SessionInfo,
 )
 from forebay.client.client import Client, Key, connect
@@ -56,6 +57,7 @@ __all__ = [
     "PrincipalInfo",
     "PutResult",
     "ScopeInfo",
+    "ScrubStatus",
     "SessionInfo",
     "StatResult",
     "TilesResult",

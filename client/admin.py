@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ __all__ = [
     "NodeStatus",
     "PrincipalInfo",
     "ScopeInfo",
+    "ScrubStatus",
     "SessionInfo",
 ]
 
@@ -144,6 +145,30 @@ class NodeStatus:
     read_bytes: int = 0
     written_bytes: int = 0
     target_restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubStatus:
+    """How a scrub that was asked for stands: ``state`` is ``none``, ``running``, ``done`` or ``stopped``.
+
+    ``blocks`` and ``bytes`` were looked at, of those there when it began (``gone`` ones ended before their turn);
+    ``bad`` blocks did not match their checksums and were dropped, ``unread`` ones the drive did not give.
+    ``suspects_left`` are the whole node's; ``rate_bytes_per_s`` is the limit.
+    """
+
+    state: str
+    namespace: str
+    blocks: int
+    blocks_total: int
+    bytes: int
+    bytes_total: int
+    gone: int
+    bad: int
+    unread: int
+    suspects_left: int
+    rate_bytes_per_s: int
+    started_unix_ms: int
+    elapsed_ms: int
 
 
 class Admin:
@@ -311,6 +336,25 @@ class Admin:
             for s in reply.sessions
         ]
 
+    def start_scrub(self, *, namespace: str = "", rate_bytes_per_s: int = 0) -> ScrubStatus:
+        """Have the node verify every block, or those of one namespace; rate 0 is the one that it is configured with.
+
+        Raises `Busy` while another scrub runs.
+        """
+        try:
+            request = pb.StartScrubRequest(namespace=namespace, rate_bytes_per_s=rate_bytes_per_s)
+        except (ValueError, TypeError) as e:
+            raise InvalidArgument(f"a rate of {rate_bytes_per_s}: {e}", field="rate_bytes_per_s") from e
+        return _scrub(self._call("StartScrub", request))
+
+    def stop_scrub(self) -> ScrubStatus:
+        """End the scrub that runs, if there is one."""
+        return _scrub(self._call("StopScrub", pb.StopScrubRequest()))
+
+    def scrub_status(self) -> ScrubStatus:
+        """How the last scrub that was asked for stands."""
+        return _scrub(self._call("ScrubStatus", pb.ScrubStatusRequest()))
+
     def close(self) -> None:
         """Disconnect. Idempotent."""
         self._rpc.close()
@@ -356,3 +400,7 @@ def _namespace(info: pb.NamespaceInfo) -> NamespaceInfo:
 def _principal(info: pb.PrincipalInfo) -> PrincipalInfo:
     grants = tuple(GrantInfo(g.namespace, tuple(g.rights), tuple(g.scopes)) for g in info.grants)
     return PrincipalInfo(info.name, info.admin, grants, info.created_unix_ms)
+
+
+def _scrub(info: pb.ScrubInfo) -> ScrubStatus:
+    return ScrubStatus(**{field.name: getattr(info, field.name) for field in fields(ScrubStatus)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -10,6 +11,7 @@ from google.protobuf.message import Message
 from forebay.appliance.control.administration import POLICY_FIELDS, Administration, NamespaceView, SessionView
 from forebay.appliance.control.calls import Method
 from forebay.appliance.namespace.desired_state import Grant, Principal
+from forebay.appliance.namespace.scrub import ScrubReport
 from forebay.proto import forebay_pb2 as pb
 
 __all__ = ["AdminCalls"]
@@ -39,6 +41,9 @@ class AdminCalls:
             self._method("SetGrant", pb.SetGrantRequest, self.set_grant),
             self._method("NodeStatus", pb.NodeStatusRequest, self.node_status),
             self._method("ListSessions", pb.ListSessionsRequest, self.list_sessions),
+            self._method("StartScrub", pb.StartScrubRequest, self.start_scrub),
+            self._method("StopScrub", pb.StopScrubRequest, self.stop_scrub),
+            self._method("ScrubStatus", pb.ScrubStatusRequest, self.scrub_status),
         ]
 
     def _method(
@@ -127,6 +132,16 @@ class AdminCalls:
         found = await self._admin.sessions(namespace=request.namespace, principal=request.principal)
         return pb.ListSessionsReply(sessions=[_session(view) for view in found])
 
+    async def start_scrub(self, request: pb.StartScrubRequest) -> pb.ScrubInfo:
+        rate = request.rate_bytes_per_s
+        return _scrub(await self._admin.start_scrub(namespace=request.namespace, rate_bytes_per_s=rate))
+
+    async def stop_scrub(self, request: pb.StopScrubRequest) -> pb.ScrubInfo:
+        return _scrub(await self._admin.stop_scrub())
+
+    async def scrub_status(self, request: pb.ScrubStatusRequest) -> pb.ScrubInfo:
+        return _scrub(await self._admin.scrub())
+
 
 def _namespace(view: NamespaceView) -> pb.NamespaceInfo:
     return pb.NamespaceInfo(
@@ -150,6 +165,10 @@ def _principal(principal: Principal) -> pb.PrincipalInfo:
         grants=[pb.Grant(namespace=g.namespace, rights=g.rights, scopes=g.scopes) for g in principal.grants],
         created_unix_ms=principal.created_ms,
     )
+
+
+def _scrub(report: ScrubReport) -> pb.ScrubInfo:
+    return pb.ScrubInfo(**asdict(report))
 
 
 def _session(view: SessionView) -> pb.SessionInfo:

@@ -19,12 +19,14 @@ from forebay.appliance.namespace.acl import Acl, check_rights, hash_token, new_t
 from forebay.appliance.namespace.desired_state import Grant, Namespace, Principal, check_name
 from forebay.appliance.namespace.node import Node
 from forebay.appliance.namespace.records import PINNED, Durability
+from forebay.appliance.namespace.scrub import ScrubReport
 from forebay.appliance.namespace.sessions import Session
 from forebay.errors import InvalidArgument, NamespaceNotFound, NotFound
 from forebay.index import RowState
 
 __all__ = [
     "DEFAULT_DEADLINE_MS",
+    "MAX_SCRUB_RATE",
     "POLICY_FIELDS",
     "Administration",
     "DriveView",
@@ -37,6 +39,8 @@ __all__ = [
 
 POLICY_FIELDS = ("quota_bytes", "durability", "eviction", "min_generation", "retention_ms", "ttl_ms")
 """What can be set of a namespace."""
+MAX_SCRUB_RATE = 1 << 40
+"""Bytes a second."""
 DEFAULT_DEADLINE_MS = 60_000
 """Of a call that names none."""
 
@@ -289,6 +293,26 @@ class Administration:
             if namespace in ("", s.access.namespace.full_name) and principal in ("", s.principal)
         ]
         return [_session_view(s, now_ms) for s in sorted(chosen, key=lambda s: s.opened_ms)]
+
+    async def start_scrub(self, *, namespace: str = "", rate_bytes_per_s: int = 0) -> ScrubReport:
+        """Begin to verify every block, or those of one namespace; rate 0 is the configured one.
+
+        Raises `Busy` while another runs, `NamespaceNotFound`, `InvalidArgument`.
+        """
+        if not 0 <= rate_bytes_per_s <= MAX_SCRUB_RATE:
+            raise InvalidArgument(
+                f"a rate of {rate_bytes_per_s} bytes a second", field="rate_bytes_per_s", limit=MAX_SCRUB_RATE
+            )
+        number = (await self.namespace(namespace)).id if namespace else None
+        return self._node.scrubber.start(number, namespace, rate_bytes_per_s)
+
+    async def scrub(self) -> ScrubReport:
+        """How the last scrub that was asked for stands."""
+        return self._node.scrubber.report()
+
+    async def stop_scrub(self) -> ScrubReport:
+        """End it, if it runs."""
+        return self._node.scrubber.stop()
 
     async def status(self) -> NodeView:
         """How the node is. Raises `Unavailable` when its target does not answer.

@@ -97,6 +97,26 @@ def _routes(admin: Administration) -> APIRouter:
         )
         return [models.Session.model_validate(session) for session in found[:limit]]
 
+    @router.get("/scrub", operation_id="ScrubStatus", tags=["node"], responses=_errors())
+    async def scrub_status(caller: Caller) -> models.Scrub:
+        """How the last scrub that was asked for stands."""
+        return models.Scrub.model_validate(await admin.run(caller.principal, admin.scrub, caller.deadline_ms))
+
+    @router.post("/scrub", operation_id="StartScrub", status_code=202, tags=["node"], responses=_errors(404))
+    async def start_scrub(caller: Caller, spec: models.ScrubSpec) -> models.Scrub:
+        """Begin to verify every block, or those of one namespace; 429 while a scrub runs."""
+        started = await admin.run(
+            caller.principal,
+            lambda: admin.start_scrub(namespace=spec.namespace or "", rate_bytes_per_s=spec.rate_bytes_per_s),
+            caller.deadline_ms,
+        )
+        return models.Scrub.model_validate(started)
+
+    @router.delete("/scrub", operation_id="StopScrub", tags=["node"], responses=_errors())
+    async def stop_scrub(caller: Caller) -> models.Scrub:
+        """End the scrub that runs, if there is one."""
+        return models.Scrub.model_validate(await admin.run(caller.principal, admin.stop_scrub, caller.deadline_ms))
+
     @router.get("/namespaces", operation_id="ListNamespaces", tags=["namespaces"], responses=_errors())
     async def list_namespaces(caller: Caller) -> list[models.Namespace]:
         """All namespaces, by name."""

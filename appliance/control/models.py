@@ -198,6 +198,33 @@ class Session(_Out):
     pins: Count = Field(description="Blocks that it keeps from eviction.")
 
 
+class ScrubSpec(_In):
+    """What to verify."""
+
+    namespace: NamespaceName | None = Field(None, description="`tenant/name`; absent: all.")
+    rate_bytes_per_s: int = Field(
+        0, ge=0, le=1 << 40, description="Bytes a second at most; 0: the configured rate, `scrub.rate`."
+    )
+
+
+class Scrub(_Out):
+    """How a scrub stands."""
+
+    state: Literal["none", "running", "done", "stopped"]
+    namespace: str = Field(description="`tenant/name`; empty: all.")
+    blocks: Count = Field(description="Blocks looked at.")
+    blocks_total: Count = Field(description="Blocks that were there when it began.")
+    bytes: Count = Field(description="Bytes looked at.")
+    bytes_total: Count
+    gone: Count = Field(description="Blocks that ended before their turn.")
+    bad: Count = Field(description="Blocks that did not match their checksums and were dropped.")
+    unread: Count = Field(description="Blocks that the drive did not give.")
+    suspects_left: Count = Field(description="Blocks of the node to be verified before they are served.")
+    rate_bytes_per_s: Count = Field(description="The limit that it runs under.")
+    started_unix_ms: Count
+    elapsed_ms: Count
+
+
 class Drive(_Out):
     """A drive of the node."""
 

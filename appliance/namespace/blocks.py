@@ -20,11 +20,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from forebay.appliance.dataplane.interface import Target
+from forebay.appliance.dataplane.interface import Target, VolumeSpec
 from forebay.appliance.namespace.changes import ChangeLog
 from forebay.appliance.namespace.events import EventLog, Waiters
 from forebay.appliance.namespace.eviction import EvictionPolicy
@@ -39,6 +40,7 @@ from forebay.errors import (
     OK,
     Absent,
     Busy,
+    ForebayError,
     MetadataCorrupt,
     SessionExpired,
     StaleGeneration,
@@ -60,7 +62,7 @@ from forebay.ids import (
 from forebay.index import ABSENT, BlockIndex, Rows, RowState
 from forebay.schema import Schema
 
-__all__ = ["BlockStat", "Blocks", "Engine", "ListedBlock", "Located", "owner_key"]
+__all__ = ["BlockStat", "Blocks", "Engine", "ListedBlock", "Located", "Verdict", "owner_key"]
 
 _log = logging.getLogger(__name__)
 _GROUP_OF = attrgetter("group")
@@ -121,12 +123,37 @@ class BlockStat:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What `Blocks.verify` found, in blocks; those that ended meanwhile are in none of the counts.
+
+    ``unread``: the drive did not give the bytes. ``unknown``: the target did not answer.
+    """
+
+    good: int = 0
+    bad: int = 0
+    unread: int = 0
+    unknown: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether the target could say of all."""
+        return not self.unread + self.unknown
+
+
+@dataclass(frozen=True, slots=True)
 class ListedBlock:
     """One line of a listing."""
 
     key: bytes
     value_bytes: int
     created_ms: int
+
+
+class _Asked(NamedTuple):
+    """A block to be verified: its key, and offset, length and seed of each of its tiles."""
+
+    stored_key: StoredKey
+    ranges: Sequence[tuple[int, int, int]]
 
 
 class Blocks:
@@ -213,13 +240,13 @@ class Blocks:
         status = np.where(rows >= 0, OK, Absent.code).astype(np.uint16)
         suspects = np.flatnonzero((rows >= 0) & (index.state[rows] == RowState.SUSPECT))
         if suspects.size:
-            bad = await self.verify(rows[suspects], [stored[i] for i in suspects.tolist()])
+            verdict = await self.verify(rows[suspects], [stored[i] for i in suspects.tolist()])
             self.require_open(session)  # time passed while the target read, and others moved
             self.admit(session)
             rows = self._fresh(index.find(digests), session)
             status = np.where(rows >= 0, OK, Absent.code).astype(np.uint16)
             still = (rows >= 0) & (index.state[rows] == RowState.SUSPECT)
-            status[still] = Unavailable.code if bad is None else Absent.code
+            status[still] = Absent.code if verdict.complete else Unavailable.code
         crowded = (status == OK) & (index.leases[rows] >= _MAX_LEASES_PER_BLOCK)
         status[crowded] = Busy.code
         hits = np.flatnonzero(status == OK)
@@ -461,42 +488,56 @@ class Blocks:
 
     # ------------------------------------------------------------------------------------------------ verification
 
-    async def verify(self, rows: Rows, stored_keys: Sequence[StoredKey]) -> int | None:
-        """Read suspect blocks at the target and compare their checksums; bad ones are dropped.
+    async def verify(self, rows: Rows, stored_keys: Sequence[StoredKey]) -> Verdict:
+        """Read blocks at the target and compare their checksums: bad ones are dropped, good suspects are served again.
 
-        How many were bad; None when the target could not say of all, which then stay as they were.
+        What the target could not say of stays as it was.
         """
         e, index = self._e, self._e.index
-        by_volume: dict[int, dict[int, StoredKey]] = {}
+        by_volume: dict[VolumeId, dict[int, _Asked]] = {}
         for row, key in zip(rows.tolist(), stored_keys, strict=True):
-            by_volume.setdefault(int(index.volume[row]), {})[row] = key  # once, however often it was asked for
-        bad = 0
-        for volume, blocks in by_volume.items():
-            ranges = [one for row, key in blocks.items() for one in self._ranges(row, key)]
-            held = np.array(list(blocks), dtype=np.int64)
-            index.leases[held] += 1  # so that nobody reuses the extents meanwhile
-            try:
-                found = await e.target.checksums(e.space.specs[VolumeId(volume)], ranges)
-            except (Unavailable, TargetFailed) as error:
-                _log.warning("volume %d: blocks cannot be verified: %s", volume, error)
-                return None
-            finally:
-                index.leases[held] -= 1
-                self._free_retired(held)
-            wrong = self._judge(held, found)
-            e.counters["blocks_verified"] += len(held)
-            if wrong.size:
-                # at once: after the next wait these rows may be other blocks
-                await self.retire(wrong, [blocks[row] for row in wrong.tolist()], "bad")
-            bad += len(wrong)
-        return bad
+            asked = by_volume.setdefault(VolumeId(int(index.volume[row])), {})
+            asked[row] = _Asked(key, self._ranges(row, key))  # once, however often it was asked for
+        specs = {volume: e.space.specs[volume] for volume in by_volume}
+        held = np.unique(rows)
+        index.leases[held] += 1  # so that nobody reuses rows or extents meanwhile
+        try:
+            parts = [await self._verify(specs[volume], asked) for volume, asked in by_volume.items()]
+        finally:
+            index.leases[held] -= 1
+            self._free_retired(held)
+        good, bad, unread, unknown = (sum(part) for part in zip(*parts, strict=True))
+        return Verdict(good, bad, unread, unknown)
+
+    async def _verify(self, spec: VolumeSpec, asked: dict[int, _Asked]) -> tuple[int, int, int, int]:
+        """`verify` within one volume, all rows held: good, bad, unread, unknown."""
+        e = self._e
+        try:
+            found = await e.target.checksums(spec, [one for block in asked.values() for one in block.ranges])
+        except TargetFailed as error:
+            if len(asked) > 1:  # one of them cannot be read; which?
+                parts = [await self._verify(spec, {row: block}) for row, block in asked.items()]
+                good, bad, unread, unknown = (sum(part) for part in zip(*parts, strict=True))
+                return good, bad, unread, unknown
+            _log.warning("volume %d: a block cannot be read: %s", spec.volume, error)
+            return 0, 0, 1, 0
+        except ForebayError as error:
+            _log.warning("volume %d: blocks cannot be verified: %s", spec.volume, error)
+            return 0, 0, 0, len(asked)
+        rows = np.array(list(asked), dtype=np.int64)
+        standing = int(np.isin(e.index.state[rows], (RowState.VISIBLE, RowState.SUSPECT)).sum())
+        wrong = self._judge(rows, found)
+        e.counters["blocks_verified"] += len(asked)
+        if wrong.size:
+            await self.retire(wrong, [asked[row].stored_key for row in wrong.tolist()], "bad")
+        return standing - len(wrong), len(wrong), 0, 0
 
     def _judge(self, rows: Rows, found: Sequence[int]) -> Rows:
-        """Let suspects whose checksums are as ``found`` be visible; the others, of which none has ended meanwhile."""
+        """Let suspects whose checksums are as ``found`` be visible; the blocks that are not, of those still there."""
         index = self._e.index
         at, wrong = 0, []
         for row, tiles in zip(rows.tolist(), index.tiles[rows].tolist(), strict=True):
-            if index.state[row] == RowState.SUSPECT:
+            if index.state[row] in (RowState.VISIBLE, RowState.SUSPECT):
                 want = np.frombuffer(index.checksums(np.array([row])), "<u4").tolist()
                 if found[at : at + tiles] == want:
                     index.state[row] = RowState.VISIBLE

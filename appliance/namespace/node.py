@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from forebay.appliance.dataplane.interface import Barrier, EndpointInfo, HostView, Target, VolumeSpec
-from forebay.appliance.dataplane.volumes import FileVolumes, VolumeLabel, volume_size_bytes
+from forebay.appliance.dataplane.volumes import LabelledVolumes, VolumeLabel, volume_size_bytes, volumes_on
 from forebay.appliance.namespace.acl import Access, Acl
 from forebay.appliance.namespace.blocks import Blocks, Engine
 from forebay.appliance.namespace.changes import ChangeLog
@@ -36,6 +36,7 @@ from forebay.appliance.namespace.eviction import Lru
 from forebay.appliance.namespace.meta import NodeMeta
 from forebay.appliance.namespace.recovery import Recovered, recover
 from forebay.appliance.namespace.room import Room, Watermarks
+from forebay.appliance.namespace.scrub import Scrubber, ScrubLimits
 from forebay.appliance.namespace.sessions import Session, SessionState, SessionTable
 from forebay.appliance.namespace.space import Drive, Space
 from forebay.appliance.namespace.store import Op, Store
@@ -78,6 +79,7 @@ class NodeLimits:
     max_blocks: int = 1 << 24
     reclaim_bytes_per_s: int = 1 << 30
     watermarks: Watermarks = field(default_factory=Watermarks)
+    scrub: ScrubLimits = field(default_factory=ScrubLimits)
 
 
 class Node:
@@ -89,7 +91,7 @@ class Node:
         engine: Engine,
         state: DesiredState,
         *,
-        files: dict[str, FileVolumes],
+        files: dict[str, LabelledVolumes],
         limits: NodeLimits,
         checkpoint: Path | None,
     ) -> None:
@@ -102,6 +104,7 @@ class Node:
         self.blocks = Blocks(engine)
         self.room = Room(engine, self.blocks, state, limits.watermarks)
         self.writes = Writes(engine, self.blocks, self.room)
+        self.scrubber = Scrubber(engine, self.blocks, limits.scrub)
         self.recovered = Recovered(0, 0, 0)
         self._checkpoint = checkpoint
         self._checkpointed = 0
@@ -144,7 +147,7 @@ class Node:
             waiters=Waiters(),
             counters=Counter(),
         )
-        files = {drive.name: FileVolumes(Path(drive.path)) for drive in drives}
+        files = {drive.name: volumes_on(Path(drive.path)) for drive in drives}
         node = cls(meta, engine, DesiredState(store), files=files, limits=limits, checkpoint=checkpoint)
         await node._start_volumes()
         node.recovered = await recover(

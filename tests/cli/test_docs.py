@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from forebay.cli import events, namespaces, sessions
+from forebay.cli import events, namespaces, scrub, sessions
 from forebay.cli.bench.report import Comparison, Result
 from forebay.cli.demo.report import Report
 from forebay.cli.doctor.finding import Finding
 from forebay.cli.main import cli
 from forebay.cli.top.sample import Rates
-from forebay.client import NamespaceInfo, ScopeInfo, SessionInfo, WatchEvent
+from forebay.client import NamespaceInfo, ScopeInfo, ScrubStatus, SessionInfo, WatchEvent
 from forebay.measure.samples import Sample
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
@@ -48,6 +48,9 @@ def test_fields_are_those_that_are_printed() -> None:
     fields = namespaces._fields(space)
     assert set(fields) | set(fields["scopes"][0]) <= row_of("namespace create")
     assert {field.name for field in dataclasses.fields(Finding)} <= row_of("doctor")
+    assert set(scrub._fields(ScrubStatus("done", "", *[0] * 11))) == row_of("scrub") - {
+        *("scrub", "none", "running", "done", "stopped")
+    }
     rates = Rates(0, 0, 0, None, 0, None, 0, 0, 0).to_dict()
     assert set(rates) <= row_of("top")
     assert set(Result(1, 1, True, "flush", "direct", None).to_dict()) <= row_of("bench")

@@ -9,7 +9,7 @@ from typing import NoReturn
 import click
 
 import forebay
-from forebay.cli import blocks, events, manual, namespaces, node, principals, sessions
+from forebay.cli import blocks, events, manual, namespaces, node, principals, scrub, sessions
 from forebay.cli.bench.command import bench
 from forebay.cli.context import Session, connection_options, pass_session
 from forebay.cli.demo.command import demo
@@ -57,6 +57,7 @@ for _command in (
     sessions.sessions,
     namespaces.namespace,
     principals.principal,
+    scrub.scrub,
     bench,
     doctor,
     demo,

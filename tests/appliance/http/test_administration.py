@@ -222,3 +222,19 @@ def test_an_address_that_cannot_be_had_is_named(host: str) -> None:
 
 async def nothing(scope: Any, receive: Any, send: Any) -> None:
     raise AssertionError("nobody asks")
+
+
+def test_a_scrub_is_begun_watched_and_ended(http: httpx.Client, node: Served) -> None:
+    http.post("/v1/namespaces", json={"name": "t/scrubbed"})
+    with node.connect("t/scrubbed") as client:
+        client.put([b"a", b"b"], [b"x" * 5000, b"y" * 5000])
+    begun = http.post("/v1/scrub", json={"namespace": "t/scrubbed", "rate_bytes_per_s": 1})
+    assert begun.status_code == 202 and begun.json()["state"] == "running"
+    assert http.post("/v1/scrub", json={}).status_code == 429
+    assert http.delete("/v1/scrub").json()["state"] == "stopped"
+    assert http.post("/v1/scrub", json={"namespace": "no/where"}).status_code == 404
+    http.post("/v1/scrub", json={"namespace": "t/scrubbed"})
+    eventually(lambda: http.get("/v1/scrub").json()["state"] == "done", "the scrub ends")
+    found = http.get("/v1/scrub").json()
+    assert (found["blocks"], found["bad"], found["namespace"]) == (2, 0, "t/scrubbed")
+    assert "forebay_scrubbed_blocks_total 2.0" in http.get("/metrics").text
