@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 
 from tests.envs import ENVIRONMENTS
+from tests.interop import guest
 
 LONG = os.environ.get("FOREBAY_TEST_PROFILE") == "long"
 
@@ -25,13 +26,15 @@ def _missing(marker: str) -> str | None:
         return "no CUDA device"
     if marker == "long" and not LONG:
         return "large profile: make test-long"
+    if marker == "interop":
+        return guest.missing()
     return ENVIRONMENTS[marker].missing if marker in ENVIRONMENTS else None
 
 
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
     """Skip what this machine or this profile cannot run."""
     for item in items:
-        for marker in ("spdk", "gpu", "long", *ENVIRONMENTS):
+        for marker in ("spdk", "gpu", "long", "interop", *ENVIRONMENTS):
             if item.get_closest_marker(marker) and (reason := _missing(marker)):
                 item.add_marker(pytest.mark.skip(reason=reason))
 

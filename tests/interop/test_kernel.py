@@ -1,0 +1,229 @@
+"""The Linux kernel's initiator and nvme-cli judge the embedded target: one boot of a guest, a list of checks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.appliance.target.conftest import eventually
+from tests.appliance.target.host import HOST_ID, HOST_NQN
+from tests.appliance.target.test_process import Process
+from tests.interop import guest
+
+log = logging.getLogger(__name__)
+
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
+
+RAW = "nqn.2026-01.io.forebay:interop:raw"
+FENCED = "nqn.2026-01.io.forebay:interop:fenced"
+CLOSED = "nqn.2026-01.io.forebay:interop:closed"
+VOLUME_BYTES = 64 << 20
+LIMIT_S = 300
+
+
+class Check(NamedTuple):
+    """What one check printed, how it ended, and what the kernel said meanwhile."""
+
+    status: int
+    output: str
+    kernel: str
+
+
+class Target:
+    """The target process, and what the guest may ask of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.port = 0
+        self._processes: list[Process] = []
+        self.actions: dict[str, Callable[[], None]] = {
+            "add": lambda: self._add_ns("b", 2),
+            "remove": lambda: self._call("nvmf_subsystem_remove_ns", nqn=RAW, nsid=2),
+            "show": lambda: self._call("nvmf_ns_add_host", nqn=RAW, nsid=3, host=HOST_NQN),
+            "hide": lambda: self._call("nvmf_ns_remove_host", nqn=RAW, nsid=3, host=HOST_NQN),
+            "restart": self._restart,
+            "expired": lambda: eventually(self._expired, "the target noticed the silence", 25),
+        }
+
+    @property
+    def process(self) -> Process:
+        return self._processes[-1]
+
+    def start(self) -> None:
+        """Run it and set it up."""
+        directory = self._directory / f"run{len(self._processes)}"
+        directory.mkdir()
+        self._processes.append(Process(directory))
+        self._call("nvmf_create_transport", trtype="TCP")
+        for name in "abcd":
+            path = self._directory / f"{name}.vol"
+            with path.open("ab") as file:
+                os.truncate(file.fileno(), VOLUME_BYTES)
+            self._call("bdev_aio_create", name=name, filename=str(path), block_size=4096)
+            self._call("forebay_bdev_set_mode", name=name, mode="fenced" if name == "d" else "raw")
+        for nqn, any_host in ((RAW, True), (FENCED, True), (CLOSED, False)):
+            self._call("nvmf_create_subsystem", nqn=nqn, serial_number="INTEROP", allow_any_host=any_host)
+            address = {"trtype": "TCP", "adrfam": "IPv4", "traddr": "127.0.0.1", "trsvcid": str(self.port)}
+            self._call("nvmf_subsystem_add_listener", nqn=nqn, listen_address=address)
+            with self.process.client() as client:
+                self.port = int(client.nvmf_subsystem_get_listeners(nqn=nqn)[0]["address"]["trsvcid"])
+        self._add_ns("a", 1)
+        hidden = {"bdev_name": "c", "nsid": 3, "no_auto_visible": True}
+        self._call("nvmf_subsystem_add_ns", nqn=RAW, namespace=hidden)
+        self._call("nvmf_subsystem_add_ns", nqn=FENCED, namespace={"bdev_name": "d", "nsid": 1})
+        self._call("forebay_grants_add", name="d", hosts=[[HOST_NQN, str(HOST_ID)]], grants=[[1, 0, 64, 0]])
+
+    def _call(self, method: str, **params: object) -> None:
+        with self.process.client() as client:
+            getattr(client, method)(**params)
+
+    def _add_ns(self, name: str, nsid: int) -> None:
+        uuid = f"0f0f0f0f-1111-2222-3333-44444444444{nsid}"
+        self._call("nvmf_subsystem_add_ns", nqn=RAW, namespace={"bdev_name": name, "nsid": nsid, "uuid": uuid})
+
+    def _restart(self) -> None:
+        self.process.process.kill()
+        self.process.process.wait(10)
+        self.start()
+
+    def _expired(self) -> bool:
+        return "keep-alive time-out" in self.process.log.read_text()
+
+    def log(self) -> str:
+        return "".join(one.log.read_text() for one in self._processes)
+
+    def close(self) -> None:
+        for one in self._processes:
+            one.process.terminate()
+            one.process.wait(10)
+
+
+def serve(target: Target, share: Path, over: threading.Event) -> None:
+    """Do what the guest asks for, until it is over."""
+    while not over.wait(0.05):
+        for name, action in target.actions.items():
+            asked = share / f"ask.{name}"
+            if asked.exists():
+                asked.unlink()
+                try:
+                    action()
+                except Exception:
+                    log.exception("%s, as the guest asked", name)
+                    continue  # the guest gives up
+                (share / f"done.{name}").touch()
+
+
+def _settings(share: Path, port: int) -> None:
+    """What the guest runs, and what it has to know."""
+    values = {"RAW": RAW, "FENCED": FENCED, "CLOSED": CLOSED, "PORT": port, "HOSTNQN": HOST_NQN, "HOSTID": HOST_ID}
+    (share / "settings").write_text("".join(f"{name}={value}\n" for name, value in values.items()))
+    shutil.copy(Path(__file__).with_name("checks.sh"), share / "run.sh")
+
+
+@pytest.fixture(scope="module")
+def checks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Check]]:
+    guest.build()
+    directory = tmp_path_factory.mktemp("interop")
+    share = directory / "share"
+    share.mkdir()
+    target = Target(directory)
+    over = threading.Event()
+    helper = threading.Thread(target=serve, args=(target, share, over), daemon=True)
+    try:
+        target.start()
+        _settings(share, target.port)
+        helper.start()
+        text = guest.boot(share, LIMIT_S)
+    finally:
+        over.set()
+        if helper.ident is not None:
+            helper.join(60)
+        print(target.log())  # shown if a test failed
+        target.close()
+    pattern = re.compile(r"^=== check (\w+)\n(.*?)^=== status (\d+)\n(.*?)^=== end$", re.DOTALL | re.MULTILINE)
+    yield {name: Check(int(status), output, kernel) for name, output, status, kernel in pattern.findall(text)}
+
+
+def passed(checks: dict[str, Check], name: str) -> str:
+    """The output of a check that must have succeeded."""
+    assert name in checks, f"it did not run; these did: {', '.join(checks)}"
+    check = checks[name]
+    assert check.status == 0, f"{check.output}\n--- kernel:\n{check.kernel}"
+    return check.output
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "several_queues",
+        "fio_verify",
+        "flush",
+        "deallocate",
+        "namespaces_come_and_go",
+        "digests",
+        "fenced",
+        "restart",
+        "keep_alive",
+    ],
+)
+def test_check(checks: dict[str, Check], name: str) -> None:
+    passed(checks, name)
+
+
+def test_discover(checks: dict[str, Check]) -> None:
+    output = passed(checks, "discover")
+    assert re.findall(r"^subnqn: +(\S+)$", output, re.MULTILINE) == [RAW, FENCED]  # and not what is closed to it
+    assert re.findall(r"^traddr: +(\S+)$", output, re.MULTILINE) == ["127.0.0.1"] * 2
+    assert "unrecognized" not in output
+
+
+def test_wrong_host(checks: dict[str, Check]) -> None:
+    passed(checks, "wrong_host")
+    assert re.search(r"does not allow host|Connect .*(host|0x4184|384)", checks["wrong_host"].kernel)
+
+
+def test_what_nvme_cli_prints(checks: dict[str, Check]) -> None:
+    output = passed(checks, "prints")
+    for line in (
+        r"^/dev/nvme0n1 .*INTEROP +Forebay +1 +67\.11 +MB /  67\.11 +MB +4 KiB",  # list
+        r"^subnqn +: " + RAW,
+        r"^oncs +: 0xc",
+        r"ANA not supported",
+        r"^dlfeat +: 9",
+        r"^lbaf +0 : .*lbads:12|LBA Format  0 : .*4096 bytes",
+        r"^available_spare\s+: 100%",
+        r"^host_write_commands\s+: [1-9]",
+        r"^num_err_log_entries\s+: \d+",
+        r"^afi +: 0x1",
+        r"^\[ +0\]:0x1",  # list-ns
+        r"^uuid +: 0f0f0f0f-1111-2222-3333-444444444441",
+        r"LID 0x2 \(SMART",
+        r"Number of IO Submission Queues Allocated \(NSQA\): 2",
+        r"Volatile Write Cache Enable \(WCE\): Enabled",
+    ):
+        assert re.search(line, output, re.MULTILINE), f"{line}\n{output}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["discover", "several_queues", "fio_verify", "flush", "deallocate", "prints", "namespaces_come_and_go", "digests"],
+)
+def test_the_kernel_complains_of_nothing(checks: dict[str, Check], name: str) -> None:
+    complaints = re.findall(
+        r"^.*(?i:error|fail|warn|time.?out|bug|invalid|unexpected).*$", checks[name].kernel, re.MULTILINE
+    )
+    assert not complaints
+
+
+def test_the_kernel_is_told_why_a_write_was_refused(checks: dict[str, Check]) -> None:
+    """Access Denied with DNR: it is not tried again (design §6.4)."""
+    refused = re.findall(r"I/O Cmd\(0x1\) @ LBA (\d+), .*sct 0x2 / sc 0x86\) DNR", checks["fenced"].kernel)
+    assert {int(lba) for lba in refused} == {48, 4096}
