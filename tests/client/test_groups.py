@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,6 +195,26 @@ def test_what_is_present_or_pending_is_not_written(ranks: Ranks) -> None:
         (True, True, "ok"),
     ]
     assert leader.abort(held) == 1
+
+
+def test_the_documented_example(ranks: Ranks) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "ranks.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+    keys = [b"doc-%d" % i for i in range(3)]
+    sent: list[bytes] = []
+
+    def tiles_of_block(key: BlockKey, tiles: Sequence[int]) -> bytes:
+        return part(value(key.key[-1]), tiles)
+
+    plan = names["lead"](ranks.clients[0], keys, sent.append)
+    assert names["store"](ranks.clients[0], plan, FULL, 0, 2, tiles_of_block) == ["pending"] * 3
+    assert names["follow"](ranks.clients[1], sent[0], FULL, 1, 2, tiles_of_block) == ["ok"] * 3
+    for rank in range(4):
+        tiles = held_tiles(FULL, rank, 4)
+        buffers = [bytearray(len(part(value(0), tiles))) for _ in keys]
+        assert names["load"](ranks.clients[1], keys, buffers, FULL, rank, 4) == [True] * 3
+        assert buffers == [part(value(key[-1]), tiles) for key in keys]
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -423,6 +444,33 @@ def test_what_does_not_fit_raises_before_anything_is_sent(ranks: Ranks) -> None:
         with pytest.raises(InvalidArgument):
             plan.take(rows)
     assert leader.put_tiles(plan.take([]), None, []) == []
+    assert leader.abort(plan) == 1
+
+
+def test_the_node_refuses_hosts_that_are_not_told_apart(ranks: Ranks) -> None:
+    """What no client of ours sends."""
+    leader = ranks.clients[0]
+    session = leader._session
+    view, deadline_ms = session.view, leader._until(None)
+    keys = pb.Keys(data=b"k", stride=1)
+    asks: list[Any] = [
+        {"host_nqn": view.host.nqn, "session_hosts": True, "host_nqns": [view.host.nqn]},
+        {"host_nqn": view.host.nqn, "host_nqns": ["nqn.2014-08.org.nvmexpress:uuid:none"]},
+        {"session_hosts": True},
+    ]
+    for wrong in asks:
+        request = pb.AllocateRequest(context=view.context(5_000), keys=keys, **wrong)
+        with pytest.raises(InvalidArgument):
+            session.rpc.call(session.rpc.blocks.Allocate, request, deadline_ms)
+    plan = leader.allocate([b"told"])
+    write_id = plan.writes[0].write_id
+    with pytest.raises(InvalidArgument, match="did not join"):  # whose commands have completed?
+        abort = pb.AbortRequest(context=view.context(5_000), write_ids=write_id, quiesced=True)
+        session.rpc.call(session.rpc.blocks.Abort, abort, deadline_ms)
+    outside = pb.CommitRequest(context=view.context(5_000), write_ids=write_id, host_nqn=view.host.nqn)
+    outside.tile_counts, outside.tiles, outside.checksums = b"\x01\0", b"\x08\0", bytes(4)
+    with pytest.raises(GridInvalid, match="tile 8"):
+        session.rpc.call(session.rpc.blocks.Commit, outside, deadline_ms)
     assert leader.abort(plan) == 1
 
 
