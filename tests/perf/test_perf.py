@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from perf import report
+from perf import page, report
 from perf.__main__ import main
 from perf.harness import Row, Sample, Side, Sizes, file_system, gb_per_s_row, interleave, interval, latency_row
 from perf.ratios import BENCHMARKS
@@ -138,3 +138,22 @@ def test_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         main(["nonsense"])
     assert "no comparison is called nonsense" in capsys.readouterr().err
+
+
+def test_page_is_made_from_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    flush = {"fdatasync_ms": {"p50": 0.1, "p99": 0.3}}
+    rows = [
+        gb_per_s_row("put/a", "put against a", [sample(1, 1)], [sample(2, 2)], aim=1, cpu_aim=0.6, details=flush),
+        latency_row("m", "match", [0.001], quantile=0.5, aim_ms=2, details={}),
+    ]
+    told = [json.loads(line) for line in report.save(rows, "first", "quick").read_text().splitlines()]
+    text = page.filled("# Performance\n\nRESULTS\n\n## After\n", told)
+    assert "2 of 3 aims are met" in text
+    assert "`put/a` | 1.00 | 2.00 | 0.50 [0.50–0.50] | ≥ 1 | **no** |" in text
+    assert "put/a p50 0.1, p99 0.3" in text
+    assert "`m` | 1.00 [1.00–1.00] ms | ≤ 2 | yes |" in text
+    assert text.endswith("## After\n")
+    assert page.filled(text, told) == text
+    with pytest.raises(ValueError, match="RESULTS"):
+        page.filled("no place\n", told)

@@ -1,0 +1,138 @@
+"""The tables of docs/performance.md, made from the rows that were measured: ``python -m perf.page FILE...``.
+
+What stands between the two markers of the page is replaced; a line RESULTS becomes the markers. Files are named as
+they lie in perf/results, without ``.json`` or with it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from perf.report import RESULTS
+
+__all__ = ["PAGE", "filled", "main", "tables"]
+
+PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+_BEGIN, _END = "<!-- results: python -m perf.page -->", "<!-- end of results -->"
+_PLACE = "\nRESULTS\n"
+_SIGNS = {"at least": "≥", "at most": "≤"}
+_MET = {True: "yes", False: "**no**", None: ""}
+
+_Row = Mapping[str, Any]
+
+
+def tables(rows: Sequence[_Row]) -> str:
+    """Markdown: one table for rows of the same kind, in the order in which they were measured."""
+    out = [_summary(rows), ""]
+    for what, group in groupby(_in_kinds(rows), key=lambda row: row["what"]):
+        out += [f"**{what}**", "", *_table(list(group)), ""]
+    return "\n".join(out).rstrip() + "\n"
+
+
+def _in_kinds(rows: Sequence[_Row]) -> list[_Row]:
+    order = {what: i for i, what in enumerate(dict.fromkeys(row["what"] for row in rows))}
+    return sorted(rows, key=lambda row: order[row["what"]])
+
+
+def _summary(rows: Sequence[_Row]) -> str:
+    aims = [row["met"] for row in rows if row["met"] is not None]
+    aims += [row["cpu_met"] for row in rows if row.get("cpu_met") is not None]
+    first, loads = rows[0], [row["load_1m"] for row in rows if "load_1m" in row]
+    machine = ", ".join(f"{name} {value}" for name, value in first["machine"].items())
+    busy = f"; load of one minute {min(loads):g} to {max(loads):g}" if loads else ""
+    return f"{sum(aims)} of {len(aims)} aims are met. Measured {first['date']} on {machine}{busy}."
+
+
+def _table(rows: Sequence[_Row]) -> Iterator[str]:
+    compared = rows[0]["baseline"] is not None
+    if compared:
+        yield "| row | ours, GB/s | theirs | ratio [95 %] | aim | met | CPU s/GB ours | theirs | ratio | aim | met |"
+        yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    else:
+        yield "| row | measured [95 %] | aim | met | beside |"
+        yield "|---|---|---|---|---|"
+    for row in rows:
+        cells = _compared(row) if compared else _alone(row)
+        yield "| " + " | ".join(cells) + " |"
+    flushes = [row["fdatasync_ms"] for row in rows if "fdatasync_ms" in row]
+    if flushes:
+        yield ""
+        yield "`fdatasync` beside, ms: " + "; ".join(
+            f"{row['name']} p50 {row['fdatasync_ms']['p50']:g}, p99 {row['fdatasync_ms']['p99']:g}"
+            for row in rows
+            if "fdatasync_ms" in row
+        )
+
+
+def _compared(row: _Row) -> Iterator[str]:
+    yield f"`{row['name']}`"
+    yield _number(row["ours"]["median"])
+    yield _number(row["baseline"]["median"])
+    yield _interval(row["ratio"])
+    yield from _aim(row["comparison"], row["aim"], row["met"])
+    for name in ("cpu_s_per_gb", "baseline_cpu_s_per_gb"):
+        yield f"{_number(row[name]['client'])} + {_number(row[name]['server'])}"
+    yield _number(row["cpu_ratio"])
+    yield from _aim("at most", row["cpu_aim"], row["cpu_met"])
+
+
+def _alone(row: _Row) -> Iterator[str]:
+    yield f"`{row['name']}`"
+    yield f"{_interval(row['ratio'])} {row['unit']}"
+    yield from _aim(row["comparison"], row["aim"], row["met"])
+    yield ", ".join(_beside(row))
+
+
+def _beside(row: _Row) -> Iterator[str]:
+    for name in ("latency_ms", "cpu_ms"):
+        if name in row:
+            yield f"{name.removesuffix('_ms')} p50 {row[name]['p50']:g} ms, p99 {row[name]['p99']:g} ms"
+    if "cpu_s" in row:
+        yield "CPU " + ", ".join(f"{seconds:g}" for seconds in row["cpu_s"]) + " s"
+    for name in ("rss_bytes", "checkpoint_bytes"):
+        if name in row:
+            yield f"{name.removesuffix('_bytes').upper() if name == 'rss_bytes' else 'file'} {row[name] / 1e9:.2f} GB"
+
+
+def _aim(comparison: str, aim: float | None, met: bool | None) -> Iterator[str]:
+    yield "" if aim is None else f"{_SIGNS[comparison]} {aim:g}"
+    yield _MET[met]
+
+
+def _interval(found: Mapping[str, float]) -> str:
+    return f"{_number(found['median'])} [{_number(found['low'])}–{_number(found['high'])}]"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def filled(page: str, rows: Sequence[_Row]) -> str:
+    """The page with the tables of ``rows``. Raises `ValueError` if it has no place for them."""
+    if _BEGIN not in page:
+        page = page.replace(_PLACE, f"\n{_BEGIN}\n{_END}\n")
+    before, begin, rest = page.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise ValueError(f"the page has neither the marker {_BEGIN} nor a line RESULTS")
+    return f"{before}{begin}\n\n{tables(rows)}\n{end}{after}"
+
+
+def main(names: Sequence[str]) -> int:
+    """Rewrite the page from the files named."""
+    rows = [
+        json.loads(line)
+        for name in names
+        for line in (RESULTS / f"{name.removesuffix('.json')}.json").read_text().splitlines()
+    ]
+    PAGE.write_text(filled(PAGE.read_text(), rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
