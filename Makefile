@@ -106,6 +106,7 @@ proto: $(DEV) ## generate the gRPC code again
 COMPILE := CUSTOM_COMPILE_COMMAND='make lock' $(BIN)/pip-compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras \
   --build-deps-for=editable --no-emit-index-url --no-emit-trusted-host --no-emit-find-links
 
+# Torch's build without CUDA is not on PyPI: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu where it is not at hand.
 # With the oldest Python, so that every version chosen serves the newer ones too. The development lock comes first:
 # the code generator limits protobuf.
 lock: $(DEV) ## choose the newest versions again
