@@ -66,9 +66,16 @@ CAPACITY_DEFAULT = "80 % of what the drive has free, at most 64GiB"
 
 @dataclass(frozen=True, slots=True)
 class DriveConfig:
-    """One drive: a directory on a file system of its own, or at least on one with room for it."""
+    """One drive: a directory on a file system of its own, or at least on one with room for it, or a block device."""
 
-    path: Path = setting("path", Folder(), Path(), "The drive's directory; it must be named.", "none")
+    path: Path = setting(
+        "path",
+        Folder(),
+        Path(),
+        "The drive's directory, or a device such as `/dev/disk/by-id/…`; it must be named. A device is taken only if it "
+        "is empty, and belongs wholly to one KV namespace: a node that has such a drive has one namespace.",
+        "none",
+    )
     capacity_bytes: int | None = setting(
         "capacity", CAPACITY, None, "Bytes of blocks that the drive holds at most.", "the top-level capacity"
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from forebay.appliance.dataplane.interface import Barrier, EndpointInfo, HostView, Target, VolumeSpec
-from forebay.appliance.dataplane.volumes import FileVolumes, VolumeLabel, volume_size_bytes
+from forebay.appliance.dataplane.volumes import LabelledVolumes, VolumeLabel, volume_size_bytes, volumes_on
 from forebay.appliance.namespace.acl import Access, Acl
 from forebay.appliance.namespace.blocks import Blocks, Engine
 from forebay.appliance.namespace.changes import ChangeLog
@@ -91,7 +91,7 @@ class Node:
         engine: Engine,
         state: DesiredState,
         *,
-        files: dict[str, FileVolumes],
+        files: dict[str, LabelledVolumes],
         limits: NodeLimits,
         checkpoint: Path | None,
     ) -> None:
@@ -147,7 +147,7 @@ class Node:
             waiters=Waiters(),
             counters=Counter(),
         )
-        files = {drive.name: FileVolumes(Path(drive.path)) for drive in drives}
+        files = {drive.name: volumes_on(Path(drive.path)) for drive in drives}
         node = cls(meta, engine, DesiredState(store), files=files, limits=limits, checkpoint=checkpoint)
         await node._start_volumes()
         node.recovered = await recover(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import struct
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from forebay.appliance.dataplane.target.volume import Volume, aligned_buffers
 from forebay.nvmetcp import command
 from forebay.nvmetcp.command import Command, Completion
 from forebay.nvmetcp.spec import IoOpcode, Status
+from tests.appliance.loop_device import loop_device
 from tests.appliance.target.conftest import LBAS, LIMITS, Rig
 from tests.appliance.target.host import RawHost
 from tests.appliance.target.test_commands import pattern
@@ -178,17 +177,8 @@ def test_force_unit_access_flushes(raw_rig: Rig, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def device(tmp_path: Path) -> Iterator[Path]:
-    """A loop device of 64 MiB."""
-    if os.geteuid() or not os.path.exists("/dev/loop-control") or shutil.which("losetup") is None:
-        pytest.skip("no loop devices here (root and losetup are needed)")
-    backing = tmp_path / "backing"
-    with backing.open("wb") as file:
-        os.truncate(file.fileno(), 64 << 20)
-    made = subprocess.run(["losetup", "--find", "--show", backing], capture_output=True, text=True, check=False)
-    if made.returncode:
-        pytest.skip(f"no loop devices here: {made.stderr.strip()}")
-    yield Path(made.stdout.strip())
-    subprocess.run(["losetup", "--detach", made.stdout.strip()], check=True)
+    with loop_device(tmp_path / "backing", 64 << 20) as path:
+        yield path
 
 
 def test_a_block_device_is_a_volume(device: Path, tmp_path: Path) -> None:
