@@ -72,8 +72,8 @@ class DriveConfig:
         "path",
         Folder(),
         Path(),
-        "The drive's directory, or a device such as `/dev/disk/by-id/…`; it must be named. A device is taken only if it "
-        "is empty, and belongs wholly to one KV namespace: a node that has such a drive has one namespace.",
+        "The drive's directory, or a device such as `/dev/disk/by-id/…`; it must be named. A device is taken only if "
+        "it is empty, and belongs wholly to one KV namespace: a node that has such a drive has one namespace.",
         "none",
     )
     capacity_bytes: int | None = setting(
