@@ -83,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     disk = None if file_system(arguments.disk) == "tmpfs" else arguments.disk
     bench = Bench(sizes, arguments.memory, disk)
     rows: list[Row] = []
+    path: Path | None = None
     names = arguments.names or [name for name in BENCHMARKS if name not in NOT_UNASKED]
     for number, name in enumerate(names, 1):
         print(f"[{number}/{len(names)}] {name}", file=sys.stderr, flush=True)
@@ -94,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"    {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         except Skipped as reason:
             print(f"    skipped: {reason}", file=sys.stderr, flush=True)
+        if arguments.save and rows:  # after each, so that what took minutes is not lost to what fails later
+            path = save(rows, arguments.save, sizes.name)
         except KeyboardInterrupt:
             print("    interrupted: these are the rows so far", file=sys.stderr, flush=True)
             break
@@ -103,8 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(table(rows))
         print(", ".join(f"{name} {value}" for name, value in machine().items()))
-    if arguments.save:
-        print(f"saved to {save(rows, arguments.save, sizes.name)}", file=sys.stderr)
+    if path is not None:
+        print(f"saved to {path}", file=sys.stderr)
     return 0
 
 

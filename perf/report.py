@@ -46,5 +46,6 @@ def save(rows: Sequence[Row], name: str, sizes: str) -> Path:
     path = RESULTS / f"{date.today().isoformat()}-{name}.json"
     facts = {"date": date.today().isoformat(), "sizes": sizes, "machine": machine()}
     lines = [json.dumps({**row.as_json(), **facts}, ensure_ascii=False) for row in rows]
+    path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
     return path

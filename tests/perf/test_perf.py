@@ -120,13 +120,13 @@ def test_command_prints_and_saves(
         raise Skipped("nothing to compare with")
 
     monkeypatch.setattr("perf.__main__.BENCHMARKS", {"fake": fake, "absent": absent})
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     assert main(["--quick", "--save", "first"]) == 0
     said = capsys.readouterr()
     assert "[2/2] absent" in said.err
     assert "skipped: nothing to compare with" in said.err
     assert "yes" in said.out
-    (path,) = tmp_path.iterdir()
+    (path,) = (tmp_path / "results").iterdir()
     (row,) = [json.loads(line) for line in path.read_text().splitlines()]
     assert (row["name"], row["met"], row["sizes"]) == ("m", True, "quick")
     assert row["machine"]["cores"]
@@ -141,7 +141,7 @@ def test_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str
 
 
 def test_page_is_made_from_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     flush = {"fdatasync_ms": {"p50": 0.1, "p99": 0.3}}
     rows = [
         gb_per_s_row("put/a", "put against a", [sample(1, 1)], [sample(2, 2)], aim=1, cpu_aim=0.6, details=flush),
