@@ -95,11 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"    {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         except Skipped as reason:
             print(f"    skipped: {reason}", file=sys.stderr, flush=True)
-        if arguments.save and rows:  # after each, so that what took minutes is not lost to what fails later
-            path = save(rows, arguments.save, sizes.name)
         except KeyboardInterrupt:
             print("    interrupted: these are the rows so far", file=sys.stderr, flush=True)
             break
+        finally:  # after each, so that what took minutes is not lost to what fails later
+            if arguments.save and rows:
+                path = save(rows, arguments.save, sizes.name)
     if arguments.json:
         for row in rows:
             print(json.dumps(row.as_json(), ensure_ascii=False))
