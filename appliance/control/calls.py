@@ -85,7 +85,9 @@ async def finish(work: Coroutine[Any, Any, T], deadline_ms: int, late: Late[T] |
     """
     task = asyncio.ensure_future(work)
     try:
-        await asyncio.wait({task}, timeout=deadline_ms / 1000)
+        await asyncio.sleep(0)  # the task takes its first step, mostly its last: no timer is needed then
+        if not task.done():
+            await asyncio.wait({task}, timeout=deadline_ms / 1000)
     finally:
         if not task.done():
             undoing = asyncio.ensure_future(_undo(task, late))

@@ -48,6 +48,11 @@ class Region:
 
     def take(self, want: int) -> list[int]:
         """Up to ``want`` slots: the first run that holds them all, else the longest runs."""
+        if want == 1 and self.free_slots:
+            only = int(self.free.argmax())  # the first run, without looking for its end
+            self.free[only] = False
+            self.free_slots -= 1
+            return [only]
         edges = np.flatnonzero(np.diff(self.free.view(np.int8), prepend=0, append=0))
         starts, lengths = edges[::2], edges[1::2] - edges[::2]
         fits = np.flatnonzero(lengths >= want)
