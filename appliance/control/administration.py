@@ -6,6 +6,7 @@ Values go in and out as plain Python; errors are those of `forebay.errors`.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,18 +16,20 @@ import numpy as np
 
 from forebay import __version__
 from forebay.appliance.control.calls import MAX_DEADLINE_MS, finish
+from forebay.appliance.dataplane.interface import IoStats
 from forebay.appliance.namespace.acl import Acl, check_rights, hash_token, new_token
 from forebay.appliance.namespace.desired_state import Grant, Namespace, Principal, check_name
 from forebay.appliance.namespace.node import Node
 from forebay.appliance.namespace.records import PINNED, Durability
 from forebay.appliance.namespace.scrub import ScrubReport
 from forebay.appliance.namespace.sessions import Session
-from forebay.errors import InvalidArgument, NamespaceNotFound, NotFound
+from forebay.errors import InvalidArgument, NamespaceNotFound, NotFound, Unavailable
 from forebay.index import RowState
 
 __all__ = [
     "DEFAULT_DEADLINE_MS",
     "MAX_SCRUB_RATE",
+    "NOT_ANSWERING",
     "POLICY_FIELDS",
     "Administration",
     "DriveView",
@@ -36,6 +39,10 @@ __all__ = [
     "SessionView",
     "TargetView",
 ]
+
+_log = logging.getLogger(__name__)
+
+NOT_ANSWERING = "not answering"
 
 POLICY_FIELDS = ("quota_bytes", "durability", "eviction", "min_generation", "retention_ms", "ttl_ms")
 """What can be set of a namespace."""
@@ -109,7 +116,7 @@ class DriveView:
 
 @dataclass(frozen=True, slots=True)
 class TargetView:
-    """The target as it describes itself."""
+    """The target as it describes itself; ``kind`` is `NOT_ANSWERING` while it does not."""
 
     kind: str
     version: str
@@ -315,16 +322,26 @@ class Administration:
         return self._node.scrubber.stop()
 
     async def status(self) -> NodeView:
-        """How the node is. Raises `Unavailable` when its target does not answer.
+        """How the node is; also while its target does not answer, which is when somebody looks.
 
         Bytes read and written are those of hosts since the target started.
         """
         node, engine, space = self._node, self._node.engine, self._node.engine.space
-        info = await engine.target.info()
-        flags = info.capabilities
-        named = {"fencing": flags.fencing, "barrier": flags.barrier, "per_host_visibility": flags.per_host_visibility}
         restarts = self._target_restarts()
-        traffic, moves = await engine.target.io_stats(), await engine.target.volume_io()
+        target, traffic, moves = TargetView(NOT_ANSWERING, "", 0, restarts, ()), IoStats(0, 0, 0, 0), {}
+        try:
+            info = await engine.target.info()
+            flags = info.capabilities
+            named = {
+                "fencing": flags.fencing,
+                "barrier": flags.barrier,
+                "per_host_visibility": flags.per_host_visibility,
+            }
+            can = tuple(name for name, there in named.items() if there)
+            traffic, moves = await engine.target.io_stats(), await engine.target.volume_io()
+            target = TargetView(info.kind, info.version, info.pid, restarts, can)
+        except Unavailable as error:
+            _log.info("status: %s", error)
         io: dict[str, set[str]] = {}
         for volume in space.volumes.values():
             if volume.id in moves:
@@ -351,9 +368,7 @@ class Administration:
                 )
                 for d in space.drives.values()
             ),
-            target=TargetView(
-                info.kind, info.version, info.pid, restarts, tuple(name for name, there in named.items() if there)
-            ),
+            target=target,
             read_bytes=traffic.read_bytes,
             written_bytes=traffic.write_bytes,
             counters=dict(engine.counters) | {"target_restarts": restarts},

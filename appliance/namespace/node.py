@@ -45,6 +45,7 @@ from forebay.clock import Clock
 from forebay.crashpoints import crash_point
 from forebay.errors import (
     AlreadyExists,
+    Busy,
     ForebayError,
     InvalidArgument,
     NamespaceNotFound,
@@ -63,6 +64,7 @@ __all__ = ["Node", "NodeLimits"]
 _log = logging.getLogger(__name__)
 _NQN = "nqn.2014-08.org.nvmexpress:uuid:"
 _MAX_NSID = 1024
+_MAX_HOSTS = 1024  # processes of one session
 _DELETE_BATCH = 1024
 
 
@@ -432,8 +434,10 @@ class Node:
         return access.within(scopes or ("default",))
 
     async def join_session(self, principal: Principal, token: bytes) -> tuple[Session, HostIdentity]:
-        """Another process of a session."""
+        """Another process of a session. Raises `Busy` when it has as many as it can have."""
         session = self.sessions.by_token(token, principal.name)
+        if len(session.hosts) >= _MAX_HOSTS:
+            raise Busy("the session has as many processes as it takes", limit=_MAX_HOSTS, retry_after_ms=1000)
         return session, await self._new_host(session)
 
     async def _new_host(self, session: Session) -> HostIdentity:
