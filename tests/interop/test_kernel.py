@@ -130,7 +130,12 @@ def _settings(share: Path, port: int) -> None:
 
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Check]]:
-    guest.build()
+    try:
+        guest.build()
+    except guest.GuestNotBuilt as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"the guest with Linux's initiator could not be built: {error}")
     directory = tmp_path_factory.mktemp("interop")
     share = directory / "share"
     share.mkdir()

@@ -222,3 +222,41 @@ def test_no_damage_goes_unnoticed(digests: tuple[bool, bool], at: int, mask: int
     except PduError:
         return
     assert not any(e.digest_ok for e in ends)
+
+
+@given(
+    st.sampled_from(list(Role)),
+    st.sampled_from(EVERY[1:]),
+    st.lists(
+        st.one_of(
+            st.binary(max_size=200),
+            st.builds(
+                lambda kind, flags, hlen, pdo, plen, rest: pdu.digested(
+                    struct.pack("<BBBBI", kind, flags, hlen, pdo, plen) + rest, 4, header_digest=True, data_digest=False
+                ),
+                st.sampled_from([0, 1, 4, 5, 6, 7, 9]),
+                st.integers(0, 15),
+                st.sampled_from([24, 72]),
+                st.sampled_from([0, 24, 72]),
+                st.integers(0, 9000),
+                st.binary(min_size=64, max_size=64),
+            ),
+        ),
+        max_size=6,
+    ),
+)
+def test_garbage_raises_nothing_but_the_protocol_error(
+    role: Role, digests: tuple[bool, bool], pieces: list[bytes]
+) -> None:
+    host, ctrl = pair(*digests)
+    conn = host if role is Role.HOST else ctrl
+    if role is Role.HOST:
+        host.send_command(command.read(0, 1, 0, 2), read_bytes=8192)
+    else:
+        ctrl.send_r2t(0, 0, 0, 8192)
+    for piece in pieces:
+        try:
+            conn.receive_data(piece)
+        except PduError:
+            assert conn.state is State.TERMINATED
+    assert conn.bytes_wanted >= 0

@@ -87,6 +87,18 @@ def test_a_full_list_of_ranges_and_hints_alone(raw_rig: Rig) -> None:
         assert host.io[0].read(1, 1)[1] == pattern(4 << 20)[4096:8192]
 
 
+def test_a_list_in_a_longer_buffer(raw_rig: Rig) -> None:
+    """Linux sends 4,096 bytes whatever the number of ranges."""
+    with raw_rig.attach() as host:
+        queue = host.io[0]
+        queue.write(0, pattern(8192))
+        data = struct.pack("<IIQ", 0, 1, 1).ljust(4096, b"\xff")
+        one = Command(IoOpcode.DATASET_MANAGEMENT, 0x40, queue.next_cid(), 1, cdw11=DEALLOCATE)
+        assert queue.run(one, write=data)[0].status == 0
+        assert queue.run(one._replace(cid=queue.next_cid()), data=data)[0].status == 0
+        assert queue.read(0, 2)[1] == pattern(4096) + bytes(4096)
+
+
 def test_what_is_refused(raw_rig: Rig) -> None:
     with raw_rig.attach() as host:
         queue = host.io[0]
@@ -103,6 +115,8 @@ def test_what_is_refused(raw_rig: Rig) -> None:
         assert queue.run(short._replace(cid=queue.next_cid()), write=bytes(16))[0].status == (
             Status.DATA_SGL_LENGTH_INVALID
         )
+        longer = short._replace(cid=queue.next_cid(), cdw10=0)
+        assert queue.run(longer, write=bytes(4112))[0].status == Status.DATA_SGL_LENGTH_INVALID
         assert raw_rig.stored(0, 2) == pattern(8192)  # all ranges are judged before the first is touched
 
 
