@@ -53,7 +53,7 @@ from forebay.ids import LBA_BYTES
 if TYPE_CHECKING:
     from forebay.appliance.control.http_server import HttpServer
 
-__all__ = ["ADMIN_TOKEN_FILE", "DEFAULT_NAMESPACE", "NODE_FILE", "run"]
+__all__ = ["ADMIN_TOKEN_FILE", "DEFAULT_NAMESPACE", "NODE_FILE", "hold", "run"]
 
 _log = logging.getLogger(__name__)
 
@@ -74,12 +74,12 @@ _MAX_BLOCKS = 1 << 28
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. Raises `ForebayError` when the node cannot start."""
     log.set_up(config.log.level, config.log.format)
-    with _locked(config.data):
+    with hold(config.data):
         return asyncio.run(_Daemon(config).main())
 
 
 @contextmanager
-def _locked(data: Path) -> Iterator[None]:
+def hold(data: Path) -> Iterator[None]:
     """Hold the data directory; the lock goes with the process, however it ends. Raises `DataDirInUse`."""
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle = os.open(data / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -60,9 +60,9 @@ from forebay.ids import (
     stored_prefix,
 )
 from forebay.index import ABSENT, BlockIndex, Rows, RowState
-from forebay.schema import Schema
+from forebay.schema import Schema, TileLayout
 
-__all__ = ["BlockStat", "Blocks", "Engine", "ListedBlock", "Located", "Verdict", "owner_key"]
+__all__ = ["BlockStat", "Blocks", "Engine", "ListedBlock", "Located", "Verdict", "owner_key", "tile_ranges"]
 
 _log = logging.getLogger(__name__)
 _GROUP_OF = attrgetter("group")
@@ -78,6 +78,14 @@ Status = npt.NDArray[np.uint16]
 def owner_key(volume: int, offset_bytes: int) -> bytes:
     """Key of the owners family: who has the extent at that place."""
     return _OWNER_KEY.pack(volume, offset_bytes)
+
+
+def tile_ranges(
+    stored_key: StoredKey, write_id: bytes, layout: TileLayout, offset_bytes: int
+) -> list[tuple[int, int, int]]:
+    """Where on the volume each tile of a block lies, its length, and the seed that its checksum starts from."""
+    seeds = tile_seeds(stored_key, range(layout.tiles), write_id)
+    return [(offset_bytes + o, n, s) for o, n, s in zip(layout.offsets, layout.lengths, seeds, strict=True)]
 
 
 @dataclass(slots=True)
@@ -561,9 +569,7 @@ class Blocks:
         index = self._e.index
         _, keyspace, _, block = split_stored_key(stored)
         layout = self.schema(keyspace).groups[block.group].layout(int(index.value_length[row]))
-        seeds = tile_seeds(stored, range(layout.tiles), index.write_id[row].tobytes())
-        base = int(index.offset[row])
-        return [(base + o, n, s) for o, n, s in zip(layout.offsets, layout.lengths, seeds, strict=True)]
+        return tile_ranges(stored, index.write_id[row].tobytes(), layout, int(index.offset[row]))
 
     def schema(self, keyspace: bytes) -> Schema:
         """The schema of a keyspace that blocks were stored under. Raises `MetadataCorrupt`."""

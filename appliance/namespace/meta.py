@@ -12,10 +12,19 @@ from forebay.appliance.namespace.store import Op, Store
 from forebay.crashpoints import crash_point
 from forebay.errors import ConfigInvalid, DataDirNewer, MetadataCorrupt
 
-__all__ = ["FORMAT", "NodeMeta"]
+__all__ = ["FORMAT", "NodeMeta", "region_bytes_of"]
 
 FORMAT = 1
 """Version of the directory as a whole; a higher one is refused."""
+
+
+def region_bytes_of(store: Store) -> int:
+    """The region size that a directory was made with. Raises `MetadataCorrupt`, also for one that holds no node."""
+    data = store.get("meta", b"format")
+    try:
+        return int(cbor2.loads(data or b"")["region"])
+    except (cbor2.CBORDecodeError, EOFError, KeyError, TypeError, ValueError) as e:
+        raise MetadataCorrupt(f"the format record does not decode: {e}", field="meta.format") from e
 
 
 @dataclass(slots=True)

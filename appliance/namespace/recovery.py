@@ -24,7 +24,7 @@ from forebay.errors import MetadataCorrupt
 from forebay.ids import StoredKey, split_stored_key
 from forebay.index import BlockIndex, Rows, RowState
 
-__all__ = ["Recovered", "recover"]
+__all__ = ["Recovered", "load_index", "recover"]
 
 _log = logging.getLogger(__name__)
 _BATCH = 8192
@@ -51,7 +51,7 @@ async def recover(
     found = None
     if checkpoint is not None:
         try:
-            found = await _from_checkpoint(engine, known, checkpoint, node_id)
+            found = Recovered(0, 0, 0) if load_index(engine, known, checkpoint, node_id) else None
         except MetadataCorrupt as error:
             _log.warning("the index is rebuilt from the records: %s", error)
     if found is None:
@@ -95,11 +95,16 @@ async def _from_records(engine: Engine, known: set[int]) -> Recovered:
     return Recovered(0, 0, len(drop))
 
 
-async def _from_checkpoint(engine: Engine, known: set[int], path: Path, node_id: bytes) -> Recovered | None:
+def load_index(engine: Engine, known: set[int], path: Path, node_id: bytes) -> bool:
+    """Fill an empty index and the free map from a checkpoint and what changed since; False when it is of no use.
+
+    ``known`` are the namespaces that blocks may be of. Writes nothing. Raises `MetadataCorrupt`: then both must be
+    thrown away.
+    """
     index = engine.index
     change = load_checkpoint(engine, path, node_id)
     if change is None:
-        return None
+        return False
     index.relink()
     _drop_rows(index, _found(index)[~np.isin(index.namespace[_found(index)], sorted(known))])
     engine.policy.loaded(index)
@@ -119,7 +124,7 @@ async def _from_checkpoint(engine: Engine, known: set[int], path: Path, node_id:
             engine.policy.used(index, _insert(engine, batch))
     if not engine.space.adopt_all(index, _found(index)):
         raise MetadataCorrupt("two blocks have one extent, or a block has none", field="checkpoint")
-    return Recovered(0, 0, 0)
+    return True
 
 
 def _found(index: BlockIndex) -> Rows:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from rocksdict import BlockBasedOptions, Cache, DBRecoveryMode, Options, Rdict, WriteBatch, WriteOptions
+from rocksdict import AccessType, BlockBasedOptions, Cache, DBRecoveryMode, Options, Rdict, WriteBatch, WriteOptions
 
 from forebay.appliance.histogram import Histogram
 from forebay.appliance.namespace.store import FAMILIES, Op, Store
@@ -56,14 +56,21 @@ def _options(cache: Cache) -> Options:
 
 
 class RocksStore(Store):
-    """A RocksDB directory. Raises `DataDirInUse` when another process has it, `MetadataCorrupt` when it cannot open."""
+    """A RocksDB directory. Raises `DataDirInUse` when another process has it, `MetadataCorrupt` when it cannot open.
 
-    def __init__(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    With ``read_only`` nothing in it changes, and every write fails.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        if not read_only:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
         cache = Cache(_CACHE_BYTES)
         try:
             self._db = Rdict(
-                str(path), options=_options(cache), column_families={name: _options(cache) for name in FAMILIES}
+                str(path),
+                options=_options(cache),
+                column_families={name: _options(cache) for name in FAMILIES},
+                access_type=AccessType.read_only(False) if read_only else AccessType.read_write(),
             )
         except Exception as e:  # rocksdict raises bare Exception for all of RocksDB's errors
             if "lock" in str(e).lower():

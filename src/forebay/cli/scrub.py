@@ -75,7 +75,7 @@ def _draw(out: Console, status: ScrubStatus) -> None:
         WRONG_BYTES: "blocks were bad or could not be read",
         INTERRUPTED: "interrupted with Ctrl-C; the scrub was stopped",
     },
-    see=("forebay events", "forebay status", "docs/integrity.md"),
+    see=("forebay fsck", "forebay events", "docs/integrity.md"),
 )
 @click.argument("namespace", required=False, metavar="[TENANT/NAME]", shell_complete=complete_namespace)
 @click.option("--rate", type=size, metavar="SIZE", help="Bytes a second at most. [default: the node's scrub.rate]")
