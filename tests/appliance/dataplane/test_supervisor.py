@@ -5,7 +5,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +38,13 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A directory whose path is short: these tests are about how long a socket's may be, and pytest's own grow."""
+    with tempfile.TemporaryDirectory(prefix="fb-") as path:
+        yield Path(path)
 
 
 @asynccontextmanager
