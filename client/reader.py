@@ -161,16 +161,21 @@ class Reader:
             if reply.lease:
                 self._session.release(view, reply.lease)
         results = []
-        for want in wanted:
+        damaged: dict[BlockKey, None] = {}
+        for block, want in zip(keys, wanted, strict=True):
             if isinstance(want, int):
                 results.append(GetResult(False, reason(want)))
                 continue
             code = verdict(outcomes[id(want)], want.expected, now_ms, lease_until_ms)
+            if code == ChecksumMismatch.code:
+                damaged[block] = None
             if code != OK:
                 results.append(GetResult(False, reason(code)))
             else:
                 value = want.view if buffers is None else None
                 results.append(GetResult(True, "ok", value, len(want.view)))
+        if damaged:
+            self._session.report(view, list(damaged), deadline_ms)
         return results
 
     def _locate(self, keys: Sequence[BlockKey], reply: pb.AcquireReply) -> list[_Located | int]:

@@ -19,9 +19,9 @@ from forebay.client.transports.controller import SubsystemAddress
 from forebay.client.transports.nvme_tcp import NvmeTcpTransport
 from forebay.clock import Clock
 from forebay.errors import ForebayError, ProtocolError, SchemaInvalid, SessionExpired, StaleIncarnation, Unavailable
-from forebay.ids import HostIdentity
+from forebay.ids import BlockKey, HostIdentity
 from forebay.proto import forebay_pb2 as pb
-from forebay.proto.columns import pack, unpack
+from forebay.proto.columns import keys_to_proto, pack, unpack
 from forebay.schema import Schema
 
 __all__ = ["Opening", "Route", "Session", "SessionView", "TransportFactory", "nvme_tcp"]
@@ -192,6 +192,15 @@ class Session:
             self._leases.append((view, lease))
             if len(self._leases) in (1, _GATHER_LEASES):  # else it is awake, or need not be
                 self._wake.notify_all()
+
+    def report(self, view: SessionView, keys: Sequence[BlockKey], deadline_ms: int) -> None:
+        """Tell the node of blocks whose bytes did not verify, so that it looks itself and drops what is bad."""
+        try:
+            context = view.context(self.rpc.left_ms(deadline_ms))
+            request = pb.ReleaseRequest(context=context, doubtful=keys_to_proto(keys))
+            self.rpc.call(self.rpc.blocks.Release, request, deadline_ms)
+        except ForebayError as e:
+            _log.info("%d blocks did not verify, and the node could not be told: %s", len(keys), e)
 
     def abort(self, view: SessionView, write_ids: Sequence[bytes], *, quiesced: bool) -> None:
         """Give up writes, soon; ``quiesced`` says that every command of theirs has completed."""

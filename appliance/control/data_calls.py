@@ -211,8 +211,12 @@ class DataCalls:
         )
 
     async def release(self, principal: Principal, request: pb.ReleaseRequest) -> pb.ReleaseReply:
-        session, _ = self._session(principal, request.context, None)
-        return pb.ReleaseReply(released=self._node.blocks.release(session, unpack("u64", request.leases, "leases")))
+        session, deadline_ms = self._session(principal, request.context, None)
+        released = self._node.blocks.release(session, unpack("u64", request.leases, "leases"))
+        if request.HasField("doubtful"):
+            session.access.need("read")
+            await finish(self._node.blocks.doubt(session, self._keys(session, request.doubtful)), deadline_ms)
+        return pb.ReleaseReply(released=released)
 
     async def touch(self, principal: Principal, request: pb.TouchRequest) -> pb.TouchReply:
         session, keys, _ = self._read(principal, request)

@@ -554,6 +554,19 @@ class Blocks:
             at += tiles
         return np.array(wrong, dtype=np.int64)
 
+    async def doubt(self, session: Session, keys: Sequence[BlockKey]) -> None:
+        """A reader says that these did not verify: they are not served again before the target has read them.
+
+        The reader is not believed, only heard: what the node finds sound stays.
+        """
+        stored, _, rows = self.find(session, keys[:_VERIFY_BATCH])
+        found = np.flatnonzero(rows >= 0)
+        if found.size:
+            self._e.index.state[rows[found]] = RowState.SUSPECT
+            self.suspects_left = True
+            self._e.counters["blocks_doubted"] += len(found)
+            await self.verify(rows[found], [stored[i] for i in found.tolist()])
+
     async def verify_some(self) -> int:
         """Verify a few suspects in the background; how many were looked at."""
         index = self._e.index

@@ -638,18 +638,25 @@ class ReleaseRequest(_message.Message):
 
     CONTEXT_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
+    DOUBTFUL_FIELD_NUMBER: _builtins.int
     leases: _builtins.bytes
+    """packed u64"""
     @_builtins.property
     def context(self) -> Global___Context: ...
+    @_builtins.property
+    def doubtful(self) -> Global___Keys:
+        """blocks whose bytes did not verify: the node reads them again, and drops what is bad"""
+
     def __init__(
         self,
         *,
         context: Global___Context | None = ...,
         leases: _builtins.bytes = ...,
+        doubtful: Global___Keys | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "doubtful", b"doubtful"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "leases", b"leases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "doubtful", b"doubtful", "leases", b"leases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2223,6 +2230,112 @@ class ScrubInfo(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScrubInfo: _TypeAlias = ScrubInfo  # noqa: Y015
+
+@_typing.final
+class QuarantinedExtent(_message.Message):
+    """Extents that nobody gets, because the drive did not give back what was written there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOLUME_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    LENGTH_BYTES_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    DRIVE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    volume: _builtins.int
+    offset_bytes: _builtins.int
+    length_bytes: _builtins.int
+    namespace: _builtins.str
+    drive: _builtins.str
+    reason: _builtins.str
+    """checksum | read_error"""
+    since_unix_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        volume: _builtins.int = ...,
+        offset_bytes: _builtins.int = ...,
+        length_bytes: _builtins.int = ...,
+        namespace: _builtins.str = ...,
+        drive: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        since_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drive", b"drive", "length_bytes", b"length_bytes", "namespace", b"namespace", "offset_bytes", b"offset_bytes", "reason", b"reason", "since_unix_ms", b"since_unix_ms", "volume", b"volume"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuarantinedExtent: _TypeAlias = QuarantinedExtent  # noqa: Y015
+
+@_typing.final
+class ListQuarantineRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def context(self) -> Global___AdminContext: ...
+    def __init__(
+        self,
+        *,
+        context: Global___AdminContext | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQuarantineRequest: _TypeAlias = ListQuarantineRequest  # noqa: Y015
+
+@_typing.final
+class ListQuarantineReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXTENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def extents(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuarantinedExtent]: ...
+    def __init__(
+        self,
+        *,
+        extents: _abc.Iterable[Global___QuarantinedExtent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extents", b"extents"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQuarantineReply: _TypeAlias = ListQuarantineReply  # noqa: Y015
+
+@_typing.final
+class ReleaseQuarantineRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    VOLUME_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    volume: _builtins.int
+    offset_bytes: _builtins.int
+    @_builtins.property
+    def context(self) -> Global___AdminContext: ...
+    def __init__(
+        self,
+        *,
+        context: Global___AdminContext | None = ...,
+        volume: _builtins.int = ...,
+        offset_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "offset_bytes", b"offset_bytes", "volume", b"volume"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseQuarantineRequest: _TypeAlias = ReleaseQuarantineRequest  # noqa: Y015
 
 @_typing.final
 class NodeStatusReply(_message.Message):

@@ -869,6 +869,16 @@ class AdminStub:
                 request_serializer=forebay_dot_proto_dot_forebay__pb2.ScrubStatusRequest.SerializeToString,
                 response_deserializer=forebay_dot_proto_dot_forebay__pb2.ScrubInfo.FromString,
                 _registered_method=True)
+        self.ListQuarantine = channel.unary_unary(
+                '/forebay.v1.Admin/ListQuarantine',
+                request_serializer=forebay_dot_proto_dot_forebay__pb2.ListQuarantineRequest.SerializeToString,
+                response_deserializer=forebay_dot_proto_dot_forebay__pb2.ListQuarantineReply.FromString,
+                _registered_method=True)
+        self.ReleaseQuarantine = channel.unary_unary(
+                '/forebay.v1.Admin/ReleaseQuarantine',
+                request_serializer=forebay_dot_proto_dot_forebay__pb2.ReleaseQuarantineRequest.SerializeToString,
+                response_deserializer=forebay_dot_proto_dot_forebay__pb2.QuarantinedExtent.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -964,6 +974,18 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListQuarantine(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseQuarantine(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1041,6 +1063,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ScrubStatus,
                     request_deserializer=forebay_dot_proto_dot_forebay__pb2.ScrubStatusRequest.FromString,
                     response_serializer=forebay_dot_proto_dot_forebay__pb2.ScrubInfo.SerializeToString,
+            ),
+            'ListQuarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQuarantine,
+                    request_deserializer=forebay_dot_proto_dot_forebay__pb2.ListQuarantineRequest.FromString,
+                    response_serializer=forebay_dot_proto_dot_forebay__pb2.ListQuarantineReply.SerializeToString,
+            ),
+            'ReleaseQuarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseQuarantine,
+                    request_deserializer=forebay_dot_proto_dot_forebay__pb2.ReleaseQuarantineRequest.FromString,
+                    response_serializer=forebay_dot_proto_dot_forebay__pb2.QuarantinedExtent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1448,6 +1480,60 @@ class Admin:
             '/forebay.v1.Admin/ScrubStatus',
             forebay_dot_proto_dot_forebay__pb2.ScrubStatusRequest.SerializeToString,
             forebay_dot_proto_dot_forebay__pb2.ScrubInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQuarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Admin/ListQuarantine',
+            forebay_dot_proto_dot_forebay__pb2.ListQuarantineRequest.SerializeToString,
+            forebay_dot_proto_dot_forebay__pb2.ListQuarantineReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseQuarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Admin/ReleaseQuarantine',
+            forebay_dot_proto_dot_forebay__pb2.ReleaseQuarantineRequest.SerializeToString,
+            forebay_dot_proto_dot_forebay__pb2.QuarantinedExtent.FromString,
             options,
             channel_credentials,
             insecure,

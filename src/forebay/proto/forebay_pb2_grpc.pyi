@@ -217,6 +217,8 @@ class AdminStub:
     StartScrub: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.StartScrubRequest, _forebay_pb2.ScrubInfo]
     StopScrub: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.StopScrubRequest, _forebay_pb2.ScrubInfo]
     ScrubStatus: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.ScrubStatusRequest, _forebay_pb2.ScrubInfo]
+    ListQuarantine: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.ListQuarantineRequest, _forebay_pb2.ListQuarantineReply]
+    ReleaseQuarantine: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.ReleaseQuarantineRequest, _forebay_pb2.QuarantinedExtent]
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -236,6 +238,8 @@ class AdminAsyncStub(AdminStub):
     StartScrub: _aio.UnaryUnaryMultiCallable[_forebay_pb2.StartScrubRequest, _forebay_pb2.ScrubInfo]  # type: ignore[assignment]
     StopScrub: _aio.UnaryUnaryMultiCallable[_forebay_pb2.StopScrubRequest, _forebay_pb2.ScrubInfo]  # type: ignore[assignment]
     ScrubStatus: _aio.UnaryUnaryMultiCallable[_forebay_pb2.ScrubStatusRequest, _forebay_pb2.ScrubInfo]  # type: ignore[assignment]
+    ListQuarantine: _aio.UnaryUnaryMultiCallable[_forebay_pb2.ListQuarantineRequest, _forebay_pb2.ListQuarantineReply]  # type: ignore[assignment]
+    ReleaseQuarantine: _aio.UnaryUnaryMultiCallable[_forebay_pb2.ReleaseQuarantineRequest, _forebay_pb2.QuarantinedExtent]  # type: ignore[assignment]
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -342,5 +346,19 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _forebay_pb2.ScrubStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_forebay_pb2.ScrubInfo, _abc.Awaitable[_forebay_pb2.ScrubInfo]]: ...
+
+    @_abc_1.abstractmethod
+    def ListQuarantine(
+        self,
+        request: _forebay_pb2.ListQuarantineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_forebay_pb2.ListQuarantineReply, _abc.Awaitable[_forebay_pb2.ListQuarantineReply]]: ...
+
+    @_abc_1.abstractmethod
+    def ReleaseQuarantine(
+        self,
+        request: _forebay_pb2.ReleaseQuarantineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_forebay_pb2.QuarantinedExtent, _abc.Awaitable[_forebay_pb2.QuarantinedExtent]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
