@@ -1,9 +1,11 @@
 """Making room: where the extents of an Allocate come from.
 
 In order: free slots the namespace holds; a free region of the node; an empty region that somebody holds; free slots of
-a size up to twice as large; then, within the namespace alone, eviction of blocks of the same slot size, and last of a
-whole region of another slot size. Pinned, leased and pending blocks are never evicted, and one namespace never evicts
-another's blocks.
+a size up to twice as large; for a namespace with less than an even share of the regions, the least recently used region
+of the one that holds most, as long as that holds more than its share; then, within the namespace alone, eviction of
+blocks of the same slot size, and last of a whole region of another slot size. Pinned, leased and pending blocks are
+never evicted, and nobody evicts another namespace's blocks below its even share. A namespace with eviction ``none``
+gives nothing up: bound it by a quota.
 
 Above its high watermark a namespace is evicted ahead of its writers, down to the low one, so that at a steady 95 % full
 an Allocate finds free slots and need not wait for a delete to become durable.
@@ -114,7 +116,9 @@ class Room:
             elif got := self._take_roomier(namespace, scope, slot_bytes, rest):
                 taken += got
             elif not (
-                await self._evict(_Need(namespace, slot_bytes), rest) or await self._clear_region(namespace, slot_bytes)
+                await self._take_from_richest(namespace, slot_bytes)
+                or await self._evict(_Need(namespace, slot_bytes), rest)
+                or await self._clear_region(namespace, slot_bytes)
             ):
                 return NoSpace.code
         return OK
@@ -230,6 +234,36 @@ class Room:
         """Evict all of the least recently used region of another slot size and claim it for this one."""
         if namespace.eviction == Eviction.NONE:
             return False
+        rows = self._coldest_region(namespace, slot_bytes)
+        if rows is None:
+            return False
+        _log.info("namespace %s: a region of another slot size is evicted for %d", namespace.full_name, slot_bytes)
+        return await self._empty(rows) and await self._reclaim_and_claim(namespace.id, slot_bytes)
+
+    async def _take_from_richest(self, namespace: Namespace, slot_bytes: int) -> bool:
+        """Bring a namespace nearer to an even share of the regions, at the cost of the one that holds most."""
+        space = self._e.space
+        others = [n for n in self._state.namespaces if n.id != namespace.id and not n.deleting]
+        share = sum(d.capacity_regions for d in space.drives.values()) // (1 + len(others)) * space.region_bytes
+        if space.reserved_bytes(namespace.id) >= share:
+            return False
+        for other in sorted(others, key=lambda n: -space.reserved_bytes(n.id)):
+            if space.reserved_bytes(other.id) <= share or other.eviction == Eviction.NONE:
+                continue
+            rows = self._coldest_region(other, _ANY)
+            if rows is not None:
+                _log.info("namespace %s: a region goes to %s", other.full_name, namespace.full_name)
+                return await self._empty(rows) and await self._reclaim_and_claim(namespace.id, slot_bytes)
+        return False
+
+    async def _empty(self, rows: Rows) -> bool:
+        if rows.size:
+            await self._blocks.retire(rows, self._blocks.keys_of(rows), "evicted")
+            self._e.counters["evicted_for_space"] += len(rows)
+        return True
+
+    def _coldest_region(self, namespace: Namespace, slot_bytes: int) -> Rows | None:
+        """Blocks of the least recently used region whose blocks may all go, of any slot size but ``slot_bytes``."""
         e, index = self._e, self._e.index
         best: tuple[int, Rows] | None = None
         for volume in e.space.volumes_of(namespace.id):
@@ -244,10 +278,4 @@ class Room:
                 last_use = int(index.tick[here].max()) if here.size else 0
                 if best is None or last_use < best[0]:
                     best = (last_use, here)
-        if best is None:
-            return False
-        _log.info("namespace %s: a region of another slot size is evicted for %d", namespace.full_name, slot_bytes)
-        if best[1].size:
-            await self._blocks.retire(best[1], self._blocks.keys_of(best[1]), "evicted")
-            e.counters["evicted_for_space"] += len(best[1])
-        return await self._reclaim_and_claim(namespace.id, slot_bytes)
+        return None if best is None else best[1]

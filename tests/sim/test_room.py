@@ -142,3 +142,39 @@ async def test_reclaim_keeps_to_its_rate(tmp_path: Path, rate: int) -> None:
     await rig.node.background()
     assert rig.node.engine.counters["blocks_expired"] == min(16, rate // MIB)
     rig.check()
+
+
+@on_loop
+async def test_a_namespace_that_holds_all_gives_up_to_an_even_share(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "d", capacity_regions=4)
+    await rig.start()
+    await rig.namespace("t/first")
+    await rig.namespace("t/second")
+    first, second = await rig.open("t/first", schema=OPAQUE), await rig.open("t/second", schema=OPAQUE)
+    for i in range(4 * 64):
+        assert await rig.put(first, b"%d" % i, b"x" * MIB) == OK
+    for i in range(3 * 64):
+        assert await rig.put(second, b"%d" % i, b"y" * MIB) == OK
+        rig.check()
+    space = rig.node.engine.space
+    assert [space.reserved_bytes(n.id) for n in rig.node.state.namespaces] == [2 * REGION, 2 * REGION]
+    # what went is what was used least recently
+    assert rig.present(first, *(b"%d" % i for i in range(256))) == [False] * 128 + [True] * 128
+
+
+@on_loop
+async def test_an_even_share_is_not_taken_from_pinned_blocks_or_where_nothing_is_evicted(tmp_path: Path) -> None:
+    for options in ("none", "lru"):
+        rig = Rig(tmp_path / options, capacity_regions=2)
+        await rig.start()
+        await rig.namespace("t/first", eviction=options)
+        await rig.namespace("t/second")
+        first, second = await rig.open("t/first", schema=OPAQUE), await rig.open("t/second", schema=OPAQUE)
+        keys = [b"%d" % i for i in range(128)]
+        for key in keys:
+            assert await rig.put(first, key, b"x" * MIB) == OK
+        if options == "lru":
+            await rig.node.blocks.pin(first.session, [BlockKey(keys[0]), BlockKey(keys[64])], True, False)
+        assert await rig.put(second, b"k", b"y" * MIB) == NoSpace.code
+        assert all(rig.present(first, *keys))
+        rig.check()
