@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,30 @@ def test_get_of_an_absent_key_leaves_the_file_alone(forebay: Shell, tmp_path: Pa
     forebay("get", "absent", "-", code=ABSENT)
 
 
+def test_get_keeps_what_stands_at_its_path(forebay: Shell, tmp_path: Path) -> None:
+    put(forebay, tmp_path, "kept", value=b"new")
+    file, link, fifo, loose = (tmp_path / name for name in ("file", "link", "fifo", "loose"))
+    file.write_bytes(b"old")
+    file.chmod(0o600)
+    link.symlink_to("file")
+    forebay("get", "kept", str(link))
+    assert link.is_symlink() and file.read_bytes() == b"new" and stat.S_IMODE(file.stat().st_mode) == 0o600
+    loose.symlink_to("made")
+    forebay("get", "kept", str(loose))
+    assert loose.is_symlink() and (tmp_path / "made").read_bytes() == b"new"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        forebay("get", "kept", str(fifo))
+        assert os.read(reader, 100) == b"new" and fifo.is_fifo()
+    finally:
+        os.close(reader)
+    forebay("get", "kept", "/dev/null")
+    assert Path("/dev/null").is_char_device()
+    assert "No space left" in forebay("get", "kept", "/dev/full", code=USAGE)
+    assert {p.name for p in tmp_path.iterdir()} == {"file", "link", "fifo", "loose", "made", "value"}
+
+
 def put(forebay: Shell, tmp_path: Path, *keys: str, value: bytes = b"value") -> None:
     (tmp_path / "value").write_bytes(value)
     for key in keys:
@@ -86,12 +111,24 @@ def test_ls(forebay: Shell, tmp_path: Path) -> None:
     assert forebay.json("ls", "nothing/")["keys"] == []
 
 
-def test_keys_in_hexadecimal(forebay: Shell, tmp_path: Path) -> None:
+def test_keys_in_hexadecimal(forebay: Shell, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "value").write_bytes(b"x")
     forebay("put", "--hex", "00ff00", str(tmp_path / "value"))
     (listed,) = forebay.json("ls", "--hex", "00")["keys"]
     assert listed["key"] is None and listed["key_hex"] == "00ff00"
     assert "0x00ff00" in forebay("ls", "--hex", "00")
+    assert forebay.json("match", "--hex", "0x00ff00")["prefix"] == 1
+    assert run(["get", "0x00ff00", str(tmp_path / "out")]) == ABSENT
+    assert "--hex" in capsys.readouterr().err
+    assert forebay("match", "0x00ff00", code=ABSENT).startswith("absent               0x3078303066663030")
+
+
+def test_lines_of_keys_are_never_folded(forebay: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    long = "k" * 900
+    put(forebay, tmp_path, long)
+    for line in (forebay("match", long), forebay("stat", long), forebay("put", long, str(tmp_path / "value"))):
+        assert long in line
 
 
 def test_stat(forebay: Shell, tmp_path: Path) -> None:

@@ -130,7 +130,14 @@ def test_values_over_the_limit_are_refused_before_they_are_read(
         file.truncate((64 << 20) + 1)
     assert run(["put", "key", str(large)]) == USAGE
     (line,) = capsys.readouterr().err.splitlines()
-    assert "64 MiB" in line and str(64 << 20) in line and "split it" in line
+    assert "has more than 64 MiB" in line and str(64 << 20) in line and "split it" in line
+
+
+def test_closed_or_full_streams_are_said() -> None:
+    command = f"{sys.executable} -m forebay.cli.main "
+    for line, word in (("put x - <&-", "standard input is closed"), ("help keys > /dev/full", "No space left")):
+        done = subprocess.run(["bash", "-c", command + line], capture_output=True, text=True, timeout=60)
+        assert done.returncode == USAGE and word in done.stderr and len(done.stderr.splitlines()) == 1, done
 
 
 def test_empty_values_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -206,6 +213,8 @@ def test_keys() -> None:
     assert parse_key("grüße", False) == "grüße".encode()
     assert parse_key("00ff", True) == b"\x00\xff"
     assert show_key(b"logs/a") == "logs/a"
+    assert parse_key("0x00ff", True) == b"\x00\xff" and show_key(b"0x00") == "0x30783030"
+    assert key_fields(b"0x00") == {"key": "0x00", "key_hex": "30783030"}
     assert show_key(b"\x00\xff") == "0x00ff" and show_key(b"a\nb") == "0x610a62"
     assert key_fields(b"a") == {"key": "a", "key_hex": "61"}
     assert key_fields(b"\xff") == {"key": None, "key_hex": "ff"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat as stat_module
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ from forebay.ids import MAX_VALUE_BYTES
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["COMMANDS"]
+__all__ = ["COMMANDS", "print_value"]
 
 _KEYED = (OK, ABSENT, USAGE, REFUSED, UNAVAILABLE, WRONG_BYTES)
 """How a command on keys can end."""
@@ -55,8 +56,17 @@ def _busy(what: str, size_bytes: int) -> AbstractContextManager[Any]:
     return progress
 
 
+def _meant_hex(texts: Sequence[str], as_hex: bool) -> str:
+    """A hint for keys copied as they are shown, in hexadecimal, and given as text."""
+    if as_hex or not any(text.startswith("0x") for text in texts):
+        return ""
+    return " (as text; a key that is shown as 0x... is given with --hex)"
+
+
 def _too_large(size_bytes: int, source: str) -> ValueSize:
-    message = f"{source} has {format_size(size_bytes)}, and one value at most {format_size(MAX_VALUE_BYTES)}: split it"
+    limit = format_size(MAX_VALUE_BYTES)
+    has = f"more than {limit}" if format_size(size_bytes) == limit else format_size(size_bytes)
+    message = f"{source} has {has}, and one value at most {limit}: split it"
     return ValueSize(message, field="value", limit=MAX_VALUE_BYTES)
 
 
@@ -66,6 +76,8 @@ def _read_value(source: str) -> bytes:
     Raises `ValueSize` (before a large file is read) or `InvalidArgument`.
     """
     if source == "-":
+        if sys.stdin is None:
+            raise InvalidArgument("standard input is closed: give a file, or `< FILE`", field="file")
         value = sys.stdin.buffer.read(MAX_VALUE_BYTES + 1)
         if len(value) > MAX_VALUE_BYTES:
             raise ValueSize(
@@ -90,26 +102,53 @@ def _read_value(source: str) -> bytes:
 
 
 def _write_value(value: Any, target: str) -> None:
-    """Write to standard output, or to a temporary file beside ``target`` that then takes its name."""
-    if target == "-":
-        sys.stdout.buffer.write(value)
-        sys.stdout.buffer.flush()
-        return
-    path = Path(target)
+    """Write to standard output or a file. Raises `InvalidArgument`.
+
+    A file gets its value whole: a temporary file beside it, or beside what a symbolic link leads to, takes its name,
+    with the mode of the one that was there. What is no file (a device, a pipe) is written to as it is.
+    """
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                file.write(value)
-                file.flush()
+        if target == "-":
+            return print_value(value)
+        path = Path(os.path.realpath(target))
+        try:
+            kept = path.stat().st_mode
+        except FileNotFoundError:
+            kept = None
+        if kept is None or stat_module.S_ISREG(kept):
+            _replace(path, value, None if kept is None else stat_module.S_IMODE(kept))
+        else:
+            with open(path, "wb") as there:
+                there.write(value)
+    except OSError as e:
+        if target == "-":  # the command line's to say, as of all that is printed
+            raise
+        raise InvalidArgument(f"cannot write {target}: {e.strerror}", field="file") from e
+
+
+def print_value(value: Any) -> None:
+    """Write to standard output."""
+    if sys.stdout is None:
+        raise InvalidArgument("standard output is closed: give a file", field="file")
+    sys.stdout.buffer.write(value)
+    sys.stdout.buffer.flush()
+
+
+def _replace(path: Path, value: Any, mode: int | None) -> None:
+    """Give a file new contents at once; without a ``mode`` it gets that of any new file."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name[:100]}.", delete=False) as file:
+        try:
+            file.write(value)
+            file.flush()
+            if mode is None:
                 umask = os.umask(0)
                 os.umask(umask)
-                os.fchmod(file.fileno(), 0o666 & ~umask)
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-    except OSError as e:
-        raise InvalidArgument(f"cannot write {target}: {e.strerror}", field="file") from e
+                mode = 0o666 & ~umask
+            os.fchmod(file.fileno(), mode)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 @click.command(
@@ -140,9 +179,9 @@ def put(session: Session, key: str, file: str, as_hex: bool) -> int:
 
     def human(out: Console) -> None:
         if result.stored:
-            out.print(f"stored {show_key(name)} ({format_size(len(value))})")
+            out.print(f"stored {show_key(name)} ({format_size(len(value))})", soft_wrap=True)
         else:
-            out.print(f"{show_key(name)} is stored already: nothing was written")
+            out.print(f"{show_key(name)} is stored already: nothing was written", soft_wrap=True)
 
     session.emit(document, human)
     return OK
@@ -163,14 +202,16 @@ def put(session: Session, key: str, file: str, as_hex: bool) -> int:
 def get(session: Session, key: str, file: str, as_hex: bool) -> int:
     """Read the value of KEY into a file, or to standard output with -.
 
-    Every byte is checked against the block's checksum first. The file appears whole, under its name, or not at all.
+    Every byte is checked against the block's checksum first. The file appears whole, under its name, or not at all;
+    a device or a pipe is written to once all is checked.
     Exits 1 when KEY is not stored, 5 when its bytes are damaged.
     """
     name = parse_key(key, as_hex)
     with session.client() as client, _busy(f"reading {show_key(name)}", MAX_VALUE_BYTES):
         result = client.get([name])[0]
     if not result.hit or result.value is None:
-        raise error_of(result.reason, f"no value of {show_key(name)}: {result.reason}")
+        meant = _meant_hex([key], as_hex) if result.reason == "absent" else ""
+        raise error_of(result.reason, f"no value of {show_key(name)}: {result.reason}{meant}")
     _write_value(result.value, file)
     return OK
 
@@ -206,7 +247,7 @@ def match(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
 
     def human(out: Console) -> None:
         for name, present, reason in rows:
-            out.print(f"{'present' if present else reason:<20} {show_key(name)}")
+            out.print(f"{'present' if present else reason:<20} {show_key(name)}", soft_wrap=True)
         out.print(
             f"the first {found.prefix.get(0, 0)} of {len(names)} are stored; {format_size(found.present_bytes)}, "
             f"about {format_duration(found.load_ms)} to load"
@@ -232,7 +273,7 @@ def match(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
 def ls(session: Session, prefix: str, as_hex: bool, limit: int | None) -> int:
     """List the stored keys that begin with PREFIX, in order, with length and time.
 
-    Lists values stored by `forebay put` and by S3; blocks of an engine's schema belong to its sessions.
+    Lists values stored by `forebay put`; blocks of an engine's schema belong to its sessions.
     """
     start = parse_key(prefix, as_hex) if prefix else b""
     with session.client() as client:
@@ -364,7 +405,8 @@ pin = _batch(
     "pin",
     "pinned",
     lambda client, names: client.pin(names, persistent=True),
-    text="Keep blocks from being evicted, until `forebay unpin`. Pinned blocks count against quota and capacity.",
+    text="Keep blocks from being evicted, until `forebay unpin`. They count against quota and capacity as before. "
+    "`forebay rm` removes a pinned block as any other.",
     example="forebay pin system-prompt",
     see=("forebay unpin", "forebay stat", "forebay help namespaces"),
 )

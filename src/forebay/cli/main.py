@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -79,6 +81,28 @@ def _one_line(error: ForebayError) -> str:
     return f"forebay: {text}" + (f": {hint}" if hint else "")
 
 
+def _flush() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _printing(error: OSError) -> bool:
+    """Whether it was raised where something is printed, and not by a file that a command works with."""
+    frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.split(".", maxsplit=1)[0] in ("click", "rich") or frame.f_code in (
+        _flush.__code__,
+        blocks.print_value.__code__,
+    )
+
+
+def _give_up_output() -> None:
+    """Let Python not try again at exit to write what standard output did not take."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
 def run(argv: Sequence[str] | None = None) -> int:
     """Run one command line (without the program's name) and return its exit code."""
     session = Session()
@@ -86,6 +110,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         result = cli.main(
             args=list(argv) if argv is not None else None, prog_name="forebay", obj=session, standalone_mode=False
         )
+        _flush()
         return result if isinstance(result, int) else OK
     except click.UsageError as e:
         e.show()
@@ -108,8 +133,12 @@ def run(argv: Sequence[str] | None = None) -> int:
     except OSError as e:  # of this machine: a file or a directory that cannot be used
         if session.debug:
             raise
-        click.echo(f"forebay: {e}", err=True)
-        return UNAVAILABLE
+        if not _printing(e):
+            click.echo(f"forebay: {e}", err=True)
+            return UNAVAILABLE
+        _give_up_output()
+        click.echo(f"forebay: cannot write to standard output: {e.strerror}", err=True)
+        return USAGE
 
 
 def main() -> NoReturn:
