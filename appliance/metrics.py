@@ -80,6 +80,9 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "forebay_drive_full", "gauge", "1 when the drive's file system had less room than its capacity.", ("drive",)
     ),
+    MetricSpec(
+        "forebay_drive_quarantined_bytes", "gauge", "Of these, bytes that the drive did not give back.", ("drive",)
+    ),
     MetricSpec("forebay_index_bytes", "gauge", "Memory of the index."),
     # who works
     MetricSpec("forebay_sessions", "gauge", "Sessions.", ("namespace",)),
@@ -290,6 +293,7 @@ class NodeMetrics:
             samples.set("forebay_drive_reserved_bytes", drive.claimed_regions * space.region_bytes, drive.name)
             samples.set("forebay_drive_used_bytes", drive_used[drive.name], drive.name)
             samples.set("forebay_drive_full", drive.full, drive.name)
+            samples.set("forebay_drive_quarantined_bytes", space.quarantined_bytes(drive.name), drive.name)
 
     def _read_calls(self, samples: _Samples) -> None:
         counters = self._node.engine.counters

@@ -21,6 +21,7 @@ __all__ = [
     "NamespaceInfo",
     "NodeStatus",
     "PrincipalInfo",
+    "QuarantinedExtent",
     "ScopeInfo",
     "ScrubStatus",
     "SessionInfo",
@@ -120,6 +121,7 @@ class DriveStatus:
     capacity_bytes: int
     free_bytes: int
     io: str
+    quarantined_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,22 @@ class ScrubStatus:
     rate_bytes_per_s: int
     started_unix_ms: int
     elapsed_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantinedExtent:
+    """An extent that nobody gets, because the drive did not give back what was written there.
+
+    ``reason`` is ``checksum`` (other bytes) or ``read_error`` (none at all).
+    """
+
+    volume: int
+    offset_bytes: int
+    length_bytes: int
+    namespace: str
+    drive: str
+    reason: str
+    since_unix_ms: int
 
 
 class Admin:
@@ -292,7 +310,9 @@ class Admin:
     def status(self) -> NodeStatus:
         """How the node is."""
         reply = self._call("NodeStatus", pb.NodeStatusRequest())
-        drives = tuple(DriveStatus(d.name, d.path, d.capacity_bytes, d.free_bytes, d.io) for d in reply.drives)
+        drives = tuple(
+            DriveStatus(d.name, d.path, d.capacity_bytes, d.free_bytes, d.io, d.quarantined_bytes) for d in reply.drives
+        )
         return NodeStatus(
             node=reply.node,
             version=reply.version,
@@ -355,6 +375,18 @@ class Admin:
         """How the last scrub that was asked for stands."""
         return _scrub(self._call("ScrubStatus", pb.ScrubStatusRequest()))
 
+    def list_quarantine(self) -> list[QuarantinedExtent]:
+        """Extents that nobody gets, by volume and offset."""
+        return [_quarantined(e) for e in self._call("ListQuarantine", pb.ListQuarantineRequest()).extents]
+
+    def release_quarantine(self, volume: int, offset_bytes: int) -> QuarantinedExtent:
+        """Let one be used again. Raises `NotFound`, or `Busy` while it is still being read."""
+        try:
+            request = pb.ReleaseQuarantineRequest(volume=volume, offset_bytes=offset_bytes)
+        except (ValueError, TypeError) as e:
+            raise InvalidArgument(f"volume {volume} at {offset_bytes}: {e}", field="offset_bytes") from e
+        return _quarantined(self._call("ReleaseQuarantine", request))
+
     def close(self) -> None:
         """Disconnect. Idempotent."""
         self._rpc.close()
@@ -404,3 +436,7 @@ def _principal(info: pb.PrincipalInfo) -> PrincipalInfo:
 
 def _scrub(info: pb.ScrubInfo) -> ScrubStatus:
     return ScrubStatus(**{field.name: getattr(info, field.name) for field in fields(ScrubStatus)})
+
+
+def _quarantined(extent: pb.QuarantinedExtent) -> QuarantinedExtent:
+    return QuarantinedExtent(**{field.name: getattr(extent, field.name) for field in fields(QuarantinedExtent)})

@@ -44,6 +44,8 @@ class AdminCalls:
             self._method("StartScrub", pb.StartScrubRequest, self.start_scrub),
             self._method("StopScrub", pb.StopScrubRequest, self.stop_scrub),
             self._method("ScrubStatus", pb.ScrubStatusRequest, self.scrub_status),
+            self._method("ListQuarantine", pb.ListQuarantineRequest, self.list_quarantine),
+            self._method("ReleaseQuarantine", pb.ReleaseQuarantineRequest, self.release_quarantine),
         ]
 
     def _method(
@@ -114,7 +116,12 @@ class AdminCalls:
             pending_writes=found.pending_writes,
             drives=[
                 pb.DriveStatus(
-                    name=d.name, path=d.path, capacity_bytes=d.capacity_bytes, free_bytes=d.free_bytes, io=d.io
+                    name=d.name,
+                    path=d.path,
+                    capacity_bytes=d.capacity_bytes,
+                    free_bytes=d.free_bytes,
+                    io=d.io,
+                    quarantined_bytes=d.quarantined_bytes,
                 )
                 for d in found.drives
             ],
@@ -141,6 +148,14 @@ class AdminCalls:
 
     async def scrub_status(self, request: pb.ScrubStatusRequest) -> pb.ScrubInfo:
         return _scrub(await self._admin.scrub())
+
+    async def list_quarantine(self, request: pb.ListQuarantineRequest) -> pb.ListQuarantineReply:
+        found = await self._admin.quarantine()
+        return pb.ListQuarantineReply(extents=[pb.QuarantinedExtent(**asdict(view)) for view in found])
+
+    async def release_quarantine(self, request: pb.ReleaseQuarantineRequest) -> pb.QuarantinedExtent:
+        released = await self._admin.release_quarantine(request.volume, request.offset_bytes)
+        return pb.QuarantinedExtent(**asdict(released))
 
 
 def _namespace(view: NamespaceView) -> pb.NamespaceInfo:

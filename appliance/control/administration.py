@@ -20,6 +20,7 @@ from forebay.appliance.dataplane.interface import IoStats
 from forebay.appliance.namespace.acl import Acl, check_rights, hash_token, new_token
 from forebay.appliance.namespace.desired_state import Grant, Namespace, Principal, check_name
 from forebay.appliance.namespace.node import Node
+from forebay.appliance.namespace.quarantine import Quarantined
 from forebay.appliance.namespace.records import PINNED, Durability
 from forebay.appliance.namespace.scrub import ScrubReport
 from forebay.appliance.namespace.sessions import Session
@@ -35,6 +36,7 @@ __all__ = [
     "DriveView",
     "NamespaceView",
     "NodeView",
+    "QuarantineView",
     "ScopeView",
     "SessionView",
     "TargetView",
@@ -104,14 +106,31 @@ class SessionView:
 
 
 @dataclass(frozen=True, slots=True)
+class QuarantineView:
+    """An extent that nobody gets: ``reason`` is ``checksum`` or ``read_error``."""
+
+    volume: int
+    offset_bytes: int
+    length_bytes: int
+    namespace: str
+    drive: str
+    reason: str
+    since_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class DriveView:
-    """A drive; ``free_bytes`` are in free regions. ``io``: how the target moves its bytes, empty where unknown."""
+    """A drive; ``free_bytes`` are in free regions. ``io``: how the target moves its bytes, empty where unknown.
+
+    ``quarantined_bytes`` are not used any more, since the drive did not give back what was written there.
+    """
 
     name: str
     path: str
     capacity_bytes: int
     free_bytes: int
     io: str
+    quarantined_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +169,14 @@ class NodeView:
 class Administration:
     """The administrative side of a node. ``target_restarts`` says how often its target was replaced."""
 
-    def __init__(self, node: Node, name: str, target_restarts: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        node: Node,
+        name: str,
+        target_restarts: Callable[[], int],
+        token_changed: Callable[[str, str], None] = lambda name, token: None,
+    ) -> None:
+        self._token_changed = token_changed
         self._node = node
         self._name = name
         self._target_restarts = target_restarts
@@ -251,7 +277,9 @@ class Administration:
         """A new token for a principal; the old one is worth nothing from now on."""
         token = new_token()
         async with self._changing:
-            return await self._node.state.change_principal(name, token_sha256=hash_token(token)), token
+            principal = await self._node.state.change_principal(name, token_sha256=hash_token(token))
+            self._token_changed(name, token)
+        return principal, token
 
     async def delete_principal(self, name: str) -> None:
         """Delete a principal; its sessions end. Raises `NotFound`, `InvalidArgument` for the last administrator."""
@@ -321,6 +349,28 @@ class Administration:
         """End it, if it runs."""
         return self._node.scrubber.stop()
 
+    async def quarantine(self) -> list[QuarantineView]:
+        """Extents that nobody gets because the drive did not give back what was written there."""
+        space = self._node.engine.space
+        return [self._quarantine_view(entry) for entry in space.quarantine]
+
+    async def release_quarantine(self, volume: int, offset_bytes: int) -> QuarantineView:
+        """Let one be used again. Raises `NotFound`, or `Busy` while it is still being read."""
+        return self._quarantine_view(await self._node.engine.space.release_quarantined(volume, offset_bytes))
+
+    def _quarantine_view(self, entry: Quarantined) -> QuarantineView:
+        volume = self._node.engine.space.volumes.get(entry.extent.volume)
+        namespace = self._node.state.namespaces.get(str(volume.namespace)) if volume is not None else None
+        return QuarantineView(
+            volume=entry.extent.volume,
+            offset_bytes=entry.extent.offset_bytes,
+            length_bytes=entry.extent.length_bytes,
+            namespace=namespace.full_name if namespace is not None else "",
+            drive=volume.drive if volume is not None else "",
+            reason=entry.reason,
+            since_unix_ms=entry.since_ms,
+        )
+
     async def status(self) -> NodeView:
         """How the node is; also while its target does not answer, which is when somebody looks.
 
@@ -365,6 +415,7 @@ class Administration:
                     d.capacity_regions * space.region_bytes,
                     d.free_regions * space.region_bytes,
                     ", ".join(sorted(io.get(d.name, ()))),
+                    space.quarantined_bytes(d.name),
                 )
                 for d in space.drives.values()
             ),

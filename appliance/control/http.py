@@ -117,6 +117,26 @@ def _routes(admin: Administration) -> APIRouter:
         """End the scrub that runs, if there is one."""
         return models.Scrub.model_validate(await admin.run(caller.principal, admin.stop_scrub, caller.deadline_ms))
 
+    @router.get("/quarantine", operation_id="ListQuarantine", tags=["node"], responses=_errors())
+    async def list_quarantine(caller: Caller) -> list[models.QuarantinedExtent]:
+        """Extents that nobody gets because of their drive, by volume and offset."""
+        found = await admin.run(caller.principal, admin.quarantine, caller.deadline_ms)
+        return [models.QuarantinedExtent.model_validate(view) for view in found]
+
+    @router.delete(
+        "/quarantine/{volume}/{offset_bytes}", operation_id="ReleaseQuarantine", tags=["node"], responses=_errors(404)
+    )
+    async def release_quarantine(
+        caller: Caller,
+        volume: Annotated[int, Path(ge=1, lt=1 << 32, description="The volume's number.")],
+        offset_bytes: Annotated[int, Path(ge=0, le=(1 << 53) - 1, description="Where the extent lies on it.")],
+    ) -> models.QuarantinedExtent:
+        """Let an extent be used again; 429 while it is still being read."""
+        released = await admin.run(
+            caller.principal, lambda: admin.release_quarantine(volume, offset_bytes), caller.deadline_ms
+        )
+        return models.QuarantinedExtent.model_validate(released)
+
     @router.get("/namespaces", operation_id="ListNamespaces", tags=["namespaces"], responses=_errors())
     async def list_namespaces(caller: Caller) -> list[models.Namespace]:
         """All namespaces, by name."""

@@ -225,6 +225,18 @@ class Scrub(_Out):
     elapsed_ms: Count
 
 
+class QuarantinedExtent(_Out):
+    """An extent that nobody gets, because the drive did not give back what was written there."""
+
+    volume: Count
+    offset_bytes: Count
+    length_bytes: Count
+    namespace: str = Field(description="`tenant/name` that the volume belongs to.")
+    drive: str
+    reason: Literal["checksum", "read_error"] = Field(description="Other bytes, or none at all.")
+    since_unix_ms: Count
+
+
 class Drive(_Out):
     """A drive of the node."""
 
@@ -233,6 +245,7 @@ class Drive(_Out):
     capacity_bytes: Count = Field(description="What it may hold, in whole regions.")
     free_bytes: Count = Field(description="Bytes of regions that nobody holds.")
     io: str = Field(description="How the target moves its bytes: `direct`, `buffered` or `mmap`; empty: not told.")
+    quarantined_bytes: Count = Field(description="Not used any more: the drive did not give back what was written.")
 
 
 class Target(_Out):

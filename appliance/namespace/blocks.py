@@ -29,6 +29,7 @@ from forebay.appliance.dataplane.interface import Target, VolumeSpec
 from forebay.appliance.namespace.changes import ChangeLog
 from forebay.appliance.namespace.events import EventLog, Waiters
 from forebay.appliance.namespace.eviction import EvictionPolicy
+from forebay.appliance.namespace.quarantine import Quarantined
 from forebay.appliance.namespace.records import PINNED, Record
 from forebay.appliance.namespace.sessions import Lease, Session, SessionState
 from forebay.appliance.namespace.space import Space
@@ -49,6 +50,7 @@ from forebay.errors import (
     reason,
 )
 from forebay.ids import (
+    LBA_BYTES,
     MAX_BATCH_KEYS,
     BlockKey,
     Extent,
@@ -416,17 +418,21 @@ class Blocks:
             raise MetadataCorrupt("an extent of the index has no owner in metadata", field="owners")
         return keys
 
-    async def retire(self, rows: Rows, stored_keys: Sequence[StoredKey], why: str) -> None:
+    async def retire(
+        self, rows: Rows, stored_keys: Sequence[StoredKey], why: str, quarantine: Sequence[Quarantined] = ()
+    ) -> None:
         """End blocks: not found from now on, deleted durably, their extents free once leases have ended too.
 
-        ``why`` is one of ``deleted | evicted | bad | stale | expired | cleared``. When metadata cannot be written the
-        blocks stay unfindable and their extents stay taken until the next start, which finds the records again.
+        ``why`` is one of ``deleted | evicted | bad | stale | expired | cleared``. Extents in ``quarantine`` are kept
+        from all who come later. When metadata cannot be written the blocks stay unfindable and their extents stay taken
+        until the next start, which finds the records again.
         """
         e, index = self._e, self._e.index
         ops = []
         for row, key in zip(rows.tolist(), stored_keys, strict=True):
             ops.append(Op("blocks", key, None))
             ops.append(Op("owners", owner_key(int(index.volume[row]), int(index.offset[row])), None))
+        ops += [e.space.quarantine.put(entry) for entry in quarantine]
         index.unlink(rows)
         self._undurable.update(rows.tolist())
         numbers, logged = e.changes.enter(stored_keys)
@@ -438,6 +444,10 @@ class Blocks:
             self.delete_failed = True
             raise
         e.changes.settle(numbers)
+        for entry in quarantine:
+            if entry.extent.volume in e.space.maps:  # else its volume went with it meanwhile
+                e.space.quarantine.hold(entry)
+        e.counters["quarantined_extents"] += len(quarantine)
         crash_point(f"{step}.after_metadata_before_free")
         for row, key in zip(rows.tolist(), stored_keys, strict=True):
             namespace = int(index.namespace[row])
@@ -528,7 +538,7 @@ class Blocks:
                 good, bad, unread, unknown = (sum(part) for part in zip(*parts, strict=True))
                 return good, bad, unread, unknown
             _log.warning("volume %d: a block cannot be read: %s", spec.volume, error)
-            return 0, 0, 1, 0
+            return await self._unread(spec, asked)
         except ForebayError as error:
             _log.warning("volume %d: blocks cannot be verified: %s", spec.volume, error)
             return 0, 0, 0, len(asked)
@@ -537,8 +547,39 @@ class Blocks:
         wrong = self._judge(rows, found)
         e.counters["blocks_verified"] += len(asked)
         if wrong.size:
-            await self.retire(wrong, [asked[row].stored_key for row in wrong.tolist()], "bad")
+            # a suspect may have been lost with the power: that says nothing of the medium
+            settled = wrong[e.index.state[wrong] == RowState.VISIBLE]
+            keep = self._to_quarantine(settled, "checksum")
+            await self.retire(wrong, [asked[row].stored_key for row in wrong.tolist()], "bad", keep)
         return standing - len(wrong), len(wrong), 0, 0
+
+    async def _unread(self, spec: VolumeSpec, asked: dict[int, _Asked]) -> tuple[int, int, int, int]:
+        """One block, held, that the drive did not give: it is bad if the drive gives others, such as the label."""
+        e = self._e
+        try:
+            await e.target.checksums(spec, [(0, LBA_BYTES, 0)])
+        except TargetFailed:
+            return 0, 0, 1, 0
+        except ForebayError:
+            return 0, 0, 0, 1
+        rows = np.array(list(asked), dtype=np.int64)
+        rows = rows[np.isin(e.index.state[rows], (RowState.VISIBLE, RowState.SUSPECT))]
+        if rows.size:
+            keys = [asked[row].stored_key for row in rows.tolist()]
+            await self.retire(rows, keys, "bad", self._to_quarantine(rows, "read_error"))
+        return 0, len(rows), 0, 0
+
+    def _to_quarantine(self, rows: Rows, reason: str) -> list[Quarantined]:
+        """Entries for the extents of bad blocks, as long as the volume may lose them."""
+        e, index, entries = self._e, self._e.index, []
+        spare: dict[int, int] = {}
+        for row in rows.tolist():
+            extent = Extent(VolumeId(int(index.volume[row])), int(index.offset[row]), int(index.length[row]))
+            left = spare.setdefault(extent.volume, e.space.quarantine_left_bytes(extent.volume))
+            if extent.length_bytes <= left:
+                spare[extent.volume] = left - extent.length_bytes
+                entries.append(Quarantined(extent, reason, e.clock.wall_ms()))
+        return entries
 
     def _judge(self, rows: Rows, found: Sequence[int]) -> Rows:
         """Let suspects whose checksums are as ``found`` be visible; the blocks that are not, of those still there."""

@@ -28,6 +28,7 @@ from forebay.appliance.namespace.desired_state import DesiredState, Volume
 from forebay.appliance.namespace.events import EventLog, Waiters
 from forebay.appliance.namespace.eviction import Lru
 from forebay.appliance.namespace.meta import NodeMeta, region_bytes_of
+from forebay.appliance.namespace.quarantine import Quarantine
 from forebay.appliance.namespace.records import FLUSHED, Record
 from forebay.appliance.namespace.recovery import load_index, recover
 from forebay.appliance.namespace.space import Drive, Space
@@ -107,6 +108,7 @@ class Fsck:
             self._note("metadata", f"namespace {namespace.full_name} is half created or deleted", "it is cleared away")
         self._check_volumes(meta, state, known)
         self._check_regions(meta, state)
+        self._check_quarantine()
         changes = self._check_changes()
         loaded = self._load_checkpoint(meta, index, known, changes)
         sound_bytes = self._check_records(index if loaded else None, known, changes)
@@ -203,6 +205,13 @@ class Fsck:
                 continue
             self._maps[volume.id].claim(number, slot_bytes)
             taken[volume.drive] += 1
+
+    def _check_quarantine(self) -> None:
+        for entry in Quarantine(self._store):
+            self._checked["quarantined"] += 1
+            extents = self._maps.get(entry.extent.volume)
+            if extents is not None and not extents.adopt(entry.extent):
+                self._wrong("allocator", f"{_place(entry.extent)} is in quarantine and is no free slot", _REFUSES)
 
     def _check_changes(self) -> ChangeLog | None:
         for key, stored in self._store.scan("changes"):

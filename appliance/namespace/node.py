@@ -180,6 +180,8 @@ class Node:
         await meta.confirm_epoch()
         for volume in volumes:
             space.add_volume(volume, self._spec(volume))
+        if strays := space.quarantine.strays(space.volumes):
+            await self.engine.store.write(strays)
         # hosts of earlier incarnations lose their right to connect here, not only their connections
         await self.engine.target.reconcile(list(space.specs.values()), [])
         for name, files in self._files.items():
@@ -200,7 +202,8 @@ class Node:
                 await self.engine.target.remove_volume(self._spec(volume))
                 self._files[volume.drive].remove(volume.id)
                 claimed = self.engine.store.scan("regions", prefix=volume.id.to_bytes(4, "big"))
-                await self.engine.store.write([Op("regions", key, None) for key, _ in list(claimed)])
+                ops = [Op("regions", key, None) for key, _ in list(claimed)]
+                await self.engine.store.write(ops + self.engine.space.quarantine.drop(volume.id))
                 await self.state.volumes.remove(volume.key)
 
     def _label(self, volume: Volume, epoch: int) -> VolumeLabel:
@@ -353,6 +356,10 @@ class Node:
             self._files[volume.drive].remove(volume.id)
             crash_point("volume.after_file_removed_before_record")
             await self.state.volumes.remove(volume.key)
+        for principal in self.state.principals:  # a later namespace of this name is another one
+            kept = tuple(g for g in principal.grants if g.namespace != namespace.full_name)
+            if kept != principal.grants:
+                await self.state.change_principal(principal.name, grants=kept)
         for quota in self.state.scope_quotas:
             if quota.namespace == namespace.id:
                 await self.state.scope_quotas.remove(quota.key)

@@ -26,6 +26,7 @@ import numpy as np
 from forebay.appliance.dataplane.extents import ExtentMap, Region
 from forebay.appliance.dataplane.interface import Target, VolumeSpec
 from forebay.appliance.namespace.desired_state import Volume
+from forebay.appliance.namespace.quarantine import SHARE, Quarantine, Quarantined
 from forebay.appliance.namespace.store import Op, Store
 from forebay.crashpoints import crash_point
 from forebay.errors import MetadataCorrupt, NoSpace
@@ -64,6 +65,7 @@ class Space:
         self.volumes: dict[VolumeId, Volume] = {}
         self.specs: dict[VolumeId, VolumeSpec] = {}
         self.maps: dict[VolumeId, ExtentMap] = {}
+        self.quarantine = Quarantine(store)
         self._changing = asyncio.Lock()
         self._scoped: Counter[tuple[int, int]] = Counter()
 
@@ -80,6 +82,12 @@ class Space:
                 raise MetadataCorrupt(f"region {number} of volume {volume.id} is out of range", field="regions")
             extents.claim(number, slot_bytes)
             self.drives[volume.drive].claimed_regions += 1
+        self._adopt_quarantined(extents)
+
+    def _adopt_quarantined(self, extents: ExtentMap) -> None:
+        for entry in self.quarantine.of(extents.volume):
+            if not extents.adopt(entry.extent):
+                raise MetadataCorrupt(f"{entry.extent} is in quarantine and is no free slot", field="quarantine")
 
     async def drop_volume(self, volume: VolumeId) -> None:
         """Forget a volume whose file is gone, and its regions."""
@@ -89,7 +97,8 @@ class Space:
             for owner in [o for o in self._scoped if o[0] == gone.namespace and not self.volumes_of(o[0])]:
                 del self._scoped[owner]
             claimed = self._store.scan("regions", prefix=volume.to_bytes(4, "big"))
-            await self._store.write([Op("regions", key, None) for key, _ in list(claimed)])
+            ops = [Op("regions", key, None) for key, _ in list(claimed)]
+            await self._store.write(ops + self.quarantine.drop(volume))
             drive = self.drives[gone.drive]
             drive.claimed_regions -= len(extents.claimed)
             drive.full = False
@@ -146,11 +155,12 @@ class Space:
     def give(self, extent: Extent, scope: int) -> None:
         """Take an extent back from its scope; all that design §6.4 asks has happened.
 
-        An extent of a volume that is gone went with it.
+        An extent of a volume that is gone went with it, and one in quarantine stays taken.
         """
         if extent.volume not in self.maps:
             return
-        self.maps[extent.volume].give(extent)
+        if not self.quarantine.settle(extent):
+            self.maps[extent.volume].give(extent)
         self._scoped[self.volumes[extent.volume].namespace, scope] -= extent.length_bytes
 
     def adopt(self, extent: Extent, scope: int) -> bool:
@@ -161,11 +171,33 @@ class Space:
         self._scoped[self.volumes[extent.volume].namespace, scope] += extent.length_bytes
         return True
 
+    def quarantine_left_bytes(self, volume: VolumeId) -> int:
+        """How much more of a volume may be kept from use; 0 for one that is gone."""
+        found = self.volumes.get(volume)
+        return found.regions * self.region_bytes // SHARE - self.quarantine.bytes_of(volume) if found else 0
+
+    def quarantined_bytes(self, drive: str) -> int:
+        """Bytes of a drive's extents that nobody gets."""
+        return sum(self.quarantine.bytes_of(v.id) for v in self.volumes.values() if v.drive == drive)
+
+    async def release_quarantined(self, volume: int, offset_bytes: int) -> Quarantined:
+        """Let an extent be used again. Raises `NotFound`, or `Busy` while it is leased."""
+        entry = self.quarantine.take(volume, offset_bytes)
+        try:
+            await self._store.write([self.quarantine.remove(entry)])
+        except BaseException:
+            self.quarantine.restore(entry)
+            raise
+        if entry.extent.volume in self.maps:
+            self.maps[entry.extent.volume].give(entry.extent)
+        return entry
+
     def disown_all(self) -> None:
-        """Mark every extent of every claimed region as free."""
+        """Mark every extent of every claimed region as free, but those in quarantine."""
         self._scoped.clear()
         for extents in self.maps.values():
             extents.disown_all()
+            self._adopt_quarantined(extents)
 
     def adopt_all(self, index: BlockIndex, rows: Rows) -> bool:
         """Mark the extents of all these rows as owned, at once; False if any cannot be."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forebay.cli.demo.node import DemoNode
-from forebay.cli.exits import OK, UNAVAILABLE, USAGE, WRONG_BYTES
+from forebay.cli.exits import ABSENT, OK, UNAVAILABLE, USAGE, WRONG_BYTES
 from forebay.cli.main import run
 from forebay.client import connect
 from tests.cli.shell import Shell
@@ -56,6 +56,15 @@ def test_a_scrub_drops_what_is_bad_and_nothing_else(
         for i, block in enumerate(client.get(keys)):
             assert block.reason == "absent" if i in (3, 8) else bytes(block.value or b"") == value(i)
     assert forebay.json("scrub", "t/scrub")["bad"] == 0
+    kept = forebay.json("quarantine", "ls")["extents"]
+    assert [(e["namespace"], e["drive"], e["reason"]) for e in kept] == [("t/scrub", "drive0", "checksum")] * 2
+    size = sum(e["length_bytes"] for e in kept)
+    assert forebay.json("status")["drives"][0]["quarantined_bytes"] == size
+    assert "in quarantine" in forebay("status")
+    one = (str(kept[0]["volume"]), str(kept[0]["offset_bytes"]))
+    assert "used again" in forebay("quarantine", "release", *one)
+    forebay("quarantine", "release", *one, code=ABSENT)
+    assert forebay.json("quarantine", "ls")["extents"] == kept[1:]
     assert forebay.json("status")["counters"]["blocks_bad"] == 2
 
 

@@ -240,6 +240,9 @@ class Rig:
             name = f"row {row} ({RowState(index.state[row]).name})"
             own(int(index.volume[row]), int(index.offset[row]), int(index.length[row]), name)
             scoped[int(index.namespace[row]), int(index.scope[row])] += int(index.length[row])
+        for entry in space.quarantine:
+            if not space.quarantine.leased(entry):  # else its retired row still owns it
+                own(*_place(entry.extent), "quarantine")
         for write in node.writes._by_digest.values():
             if write.extent is not None:
                 own(*_place(write.extent), f"write {write.write_id.hex()} ({write.state.value})")

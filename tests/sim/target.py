@@ -92,6 +92,8 @@ class SimTarget(Target):
         """Keep media in the volumes' files, so that they survive the process as they would a daemon's end."""
         self.journal = False
         """Keep what each write replaces, so that `lose_power` can take it back."""
+        self.unreadable: set[tuple[VolumeId, int]] = set()
+        """Places that the drive does not give."""
         self.volumes: dict[VolumeId, VolumeSpec] = {}
         self.hosts: dict[tuple[str, str], set[VolumeId]] = defaultdict(set)
         self.allowed: set[tuple[str, str]] = set()
@@ -354,6 +356,9 @@ class SimTarget(Target):
     async def checksums(self, volume: VolumeSpec, ranges: Sequence[tuple[int, int, int]]) -> list[int]:
         await self._enter("checksums")
         self._served(volume)
+        for place in self.unreadable:
+            if any(place[0] == volume.volume and o <= place[1] < o + n for o, n, _ in ranges):
+                raise TargetFailed("EIO")
         found = [crc32c(self.read(volume.volume, offset, length), seed) for offset, length, seed in ranges]
         self._leave("checksums")
         return found

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from forebay.appliance.namespace.quarantine import SHARE
 from forebay.appliance.namespace.scrub import ScrubLimits, ScrubReport
-from forebay.errors import OK, Busy, TargetFailed, Unavailable
+from forebay.appliance.namespace.store import Op
+from forebay.errors import OK, Busy, NotFound, TargetFailed, Unavailable
 from forebay.ids import BlockKey, VolumeId
-from tests.sim.rig import Member, Rig
+from tests.sim.rig import REGION, Member, Rig, grid
 from tests.sim.running import on_loop
 
 VALUE = bytes(range(256)) * 64  # 16 KiB: the grid's four tiles
@@ -228,7 +231,7 @@ async def test_a_target_that_is_away_only_delays(rig: Rig) -> None:
 @on_loop
 async def test_blocks_that_the_drive_does_not_give_are_told_and_kept(rig: Rig) -> None:
     m = await filled(asked_only(rig), 3)
-    rig.target.fail("checksums", TargetFailed("EIO"), times=4)  # all at once, then each by itself
+    rig.target.fail("checksums", TargetFailed("EIO"), times=7)  # all at once, each by itself, and the label
     rig.node.scrubber.start()
     found = await to_the_end(rig)
     assert (found.blocks, found.bad, found.unread) == (3, 0, 3)
@@ -266,3 +269,136 @@ async def test_a_restart_in_the_middle_leaves_what_was_not_reached_for_the_next(
     found = await to_the_end(rig)
     assert (found.blocks, found.bad) == (7, 1)
     rig.check()
+
+
+# ---------------------------------------------------------------------------------------------------- quarantine
+
+
+async def scrubbed(rig: Rig) -> ScrubReport:
+    rig.node.scrubber.start()
+    return await to_the_end(rig)
+
+
+def held(rig: Rig) -> list[tuple[int, int, str]]:
+    return [(*entry.place, entry.reason) for entry in rig.node.engine.space.quarantine]
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@on_loop
+async def test_a_bad_extent_has_no_further_owner_until_it_is_released(
+    durable_rig: Rig, tmp_path: Path, checkpoint: bool
+) -> None:
+    rig = asked_only(durable_rig)
+    rig.checkpoint = tmp_path / "index.checkpoint" if checkpoint else None
+    m = await filled(rig, 3)
+    where = await place(rig, m, b"1")
+    await spoil(rig, m, [b"1"])
+    assert (await scrubbed(rig)).bad == 1
+    assert held(rig) == [(*where, "checksum")]
+    rig.check()
+    for clean in (False, True):
+        await rig.restart(clean=clean)
+        assert held(rig) == [(*where, "checksum")]
+        rig.check()
+    m = await rig.open()
+    used = rig.node.engine.space.used_bytes(m.session.namespace)
+    assert used == 3 * len(VALUE)  # it counts
+    for i in range(10, 20):
+        assert await rig.put(m, b"%d" % i, VALUE) == OK
+        assert await place(rig, m, b"%d" % i) != where
+    released = await rig.node.engine.space.release_quarantined(*where)
+    assert released.place == where and held(rig) == []
+    rig.check()
+    assert await rig.put(m, b"again", VALUE) == OK
+    assert await place(rig, m, b"again") == where
+    with pytest.raises(NotFound):
+        await rig.node.engine.space.release_quarantined(*where)
+    await rig.restart()
+    assert held(rig) == []
+    rig.check()
+
+
+@on_loop
+async def test_a_block_that_alone_cannot_be_read_is_bad(rig: Rig) -> None:
+    m = await filled(asked_only(rig), 4)
+    where = await place(rig, m, b"2")
+    rig.target.unreadable.add(where)
+    found = await scrubbed(rig)
+    assert (found.bad, found.unread) == (1, 0)
+    assert held(rig) == [(*where, "read_error")]
+    assert rig.present(m, b"0", b"1", b"2", b"3") == [True, True, False, True]
+    rig.check()
+
+
+@on_loop
+async def test_what_power_took_is_no_fault_of_the_drive(rig: Rig) -> None:
+    m = await filled(asked_only(rig), 2, durability=1)
+    where = await place(rig, m, b"0")
+    await rig.restart()
+    rig.target.corrupt(*where)
+    assert (await scrubbed(rig)).bad == 1
+    assert held(rig) == []
+    rig.check()
+
+
+@on_loop
+async def test_a_leased_extent_is_not_released(rig: Rig) -> None:
+    m = await filled(asked_only(rig), 2)
+    where = await place(rig, m, b"0")
+    await spoil(rig, m, [b"0"])
+    located = await rig.node.blocks.acquire(m.session, [BlockKey(b"0")], 1000)
+    await scrubbed(rig)
+    with pytest.raises(Busy):
+        await rig.node.engine.space.release_quarantined(*where)
+    rig.check()
+    rig.node.blocks.release(m.session, [located.lease])
+    rig.check()
+    await rig.node.engine.space.release_quarantined(*where)
+    rig.check()
+
+
+@on_loop
+async def test_a_release_that_cannot_be_written_changes_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    m = await filled(asked_only(rig), 2)
+    where = await place(rig, m, b"0")
+    await spoil(rig, m, [b"0"])
+    await scrubbed(rig)
+
+    async def refuse(ops: Sequence[Op], *, durable: bool = True) -> None:
+        raise Unavailable("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.store, "write", refuse)
+        with pytest.raises(Unavailable):
+            await rig.node.engine.space.release_quarantined(*where)
+    assert held(rig) == [(*where, "checksum")]
+    rig.check()
+
+
+@on_loop
+async def test_a_volume_loses_a_small_share_at_most(rig: Rig) -> None:
+    """A writer that commits wrong checksums uses up no node: beyond the share, bad extents are free again."""
+    m = await filled(asked_only(rig), 0)
+    size = 1 << 20
+    count = rig.capacity_regions * REGION // SHARE // size + 3
+    big = await rig.open(schema=grid(size // 4))
+    for i in range(count):
+        assert await rig.put(big, b"%d" % i, bytes(size)) == OK
+    await spoil(rig, big, [b"%d" % i for i in range(count)])
+    assert (await scrubbed(rig)).bad == count
+    assert len(held(rig)) == count - 3
+    assert rig.node.engine.space.used_bytes(m.session.namespace) == (count - 3) * size
+    rig.check()
+
+
+@on_loop
+async def test_quarantine_ends_with_its_namespace(rig: Rig) -> None:
+    m = await filled(asked_only(rig), 2)
+    await spoil(rig, m, [b"0"])
+    await scrubbed(rig)
+    await rig.node.delete_namespace("t/n", force=True)
+    assert held(rig) == []
+    rig.check()
+    await rig.restart()
+    assert held(rig) == []
+    assert not list(rig.store.scan("state", prefix=b"quarantine/"))

@@ -34,6 +34,7 @@ _WORDS = {
     "principals": "principals",
     "volumes": "labels of volumes",
     "regions": "claimed regions",
+    "quarantined": "extents in quarantine",
     "changes": "entries of the change log",
     "checkpoint_blocks": "blocks of the index checkpoint",
     "records": "records of blocks",

@@ -11,7 +11,7 @@ from typing import NoReturn
 import click
 
 import forebay
-from forebay.cli import blocks, events, fsck, manual, namespaces, node, principals, scrub, sessions
+from forebay.cli import blocks, events, fsck, manual, namespaces, node, principals, quarantine, scrub, sessions
 from forebay.cli.bench.command import bench
 from forebay.cli.context import Session, connection_options, pass_session
 from forebay.cli.demo.command import demo
@@ -60,6 +60,7 @@ for _command in (
     namespaces.namespace,
     principals.principal,
     scrub.scrub,
+    quarantine.quarantine,
     fsck.fsck,
     bench,
     doctor,

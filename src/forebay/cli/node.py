@@ -112,6 +112,7 @@ def status(session: Session) -> int:
                 "capacity_bytes": d.capacity_bytes,
                 "free_bytes": d.free_bytes,
                 "io": d.io,
+                "quarantined_bytes": d.quarantined_bytes,
             }
             for d in info.drives
         ],
@@ -137,8 +138,10 @@ def status(session: Session) -> int:
         )
         for drive in info.drives:
             free = f"{format_size(drive.free_bytes)} of {format_size(drive.capacity_bytes)} in free regions"
+            lost = f", {format_size(drive.quarantined_bytes)} in quarantine" if drive.quarantined_bytes else ""
             out.print(
-                f"  drive     {drive.name}: {drive.path}, {free}{f', {drive.io}' if drive.io else ''}", soft_wrap=True
+                f"  drive     {drive.name}: {drive.path}, {free}{f', {drive.io}' if drive.io else ''}{lost}",
+                soft_wrap=True,
             )
         for name, value in document["counters"].items():
             out.print(f"  counter   {name} {value}")

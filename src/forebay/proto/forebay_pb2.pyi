@@ -1969,6 +1969,7 @@ class DriveStatus(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     FREE_BYTES_FIELD_NUMBER: _builtins.int
     IO_FIELD_NUMBER: _builtins.int
+    QUARANTINED_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
     capacity_bytes: _builtins.int
@@ -1976,6 +1977,8 @@ class DriveStatus(_message.Message):
     """in free regions"""
     io: _builtins.str
     """how the target moves its bytes: direct | buffered | mmap; empty: not told"""
+    quarantined_bytes: _builtins.int
+    """not used any more: see QuarantinedExtent"""
     def __init__(
         self,
         *,
@@ -1984,10 +1987,11 @@ class DriveStatus(_message.Message):
         capacity_bytes: _builtins.int = ...,
         free_bytes: _builtins.int = ...,
         io: _builtins.str = ...,
+        quarantined_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "free_bytes", b"free_bytes", "io", b"io", "name", b"name", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "free_bytes", b"free_bytes", "io", b"io", "name", b"name", "path", b"path", "quarantined_bytes", b"quarantined_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
