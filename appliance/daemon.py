@@ -58,6 +58,8 @@ __all__ = ["ADMIN_TOKEN_FILE", "DEFAULT_NAMESPACE", "NODE_FILE", "hold", "run"]
 _log = logging.getLogger(__name__)
 
 NODE_FILE = "node.json"
+ADMIN = "admin"
+"""Name of the first administrator, whose token stands in the data directory."""
 ADMIN_TOKEN_FILE = "admin.token"
 DEFAULT_NAMESPACE = "default/default"
 _SWEEP_S = 0.25
@@ -235,20 +237,36 @@ class _Daemon:
             await target.close()
 
     async def _bootstrap(self, node: Node) -> None:
-        """On the very first start: a namespace to work in, and an administrator whose token the local CLI finds."""
-        if len(node.state.principals):
-            return
-        if node.state.namespace(DEFAULT_NAMESPACE) is None:
+        """On the very first start: a namespace to work in, and an administrator whose token the local CLI finds.
+
+        Later, a token file that is gone is made anew: who owns the data directory owns the node.
+        """
+        file = self._config.data / ADMIN_TOKEN_FILE
+        principals = node.state.principals
+        if not len(principals) and node.state.namespace(DEFAULT_NAMESPACE) is None:
             await node.create_namespace(DEFAULT_NAMESPACE)
+        if len(principals) and file.exists():
+            digest = hash_token(file.read_text().strip())
+            if not any(p.admin and p.token_sha256 == digest for p in principals):
+                _log.warning("%s is no administrator's token: delete it, and the next start writes a new one", file)
+            return
         token = new_token()
-        _write_private(self._config.data / ADMIN_TOKEN_FILE, token + "\n")
-        admin = Principal("admin", hash_token(token), SystemClock().wall_ms(), admin=True)
-        await node.state.add_principal(admin)
+        _write_private(file, token + "\n")
+        known = principals.get(ADMIN)
+        fresh = Principal(ADMIN, hash_token(token), SystemClock().wall_ms(), admin=True)
+        await principals.put(fresh if known is None else replace(known, token_sha256=fresh.token_sha256, admin=True))
+        if len(principals) > 1 or known is not None:
+            _log.warning("there was no %s: principal %r has a new token", file, ADMIN)
+
+    def _keep_token(self, name: str, token: str) -> None:
+        """The administrator's token was changed: the file that the local CLI reads follows."""
+        if name == ADMIN:
+            _write_private(self._config.data / ADMIN_TOKEN_FILE, token + "\n")
 
     async def _run(self, node: Node, store: RocksStore, supervisor: Supervisor) -> None:
         config = self._config
         calls = Calls(node.acl, node.engine.counters, tracer=self._tracer)
-        administration = Administration(node, config.name, lambda: supervisor.restarts)
+        administration = Administration(node, config.name, lambda: supervisor.restarts, self._keep_token)
         server = ControlServer(
             calls,
             DataCalls(node, config.name, self._load.load_us),
