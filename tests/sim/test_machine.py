@@ -381,6 +381,18 @@ class EngineMachine(RuleBasedStateMachine):
         self.run(self.rig.node.background())
         self.learn()
 
+    @rule()
+    def scrub(self) -> None:
+        """Whatever happened: what is visible has the bytes that its checksums are of."""
+        scrubber = self.rig.node.scrubber
+        scrubber.stop()
+        scrubber.start(rate_bytes_per_s=1 << 40)
+        for _ in range(4):
+            self.rig.clock.advance(1)
+            self.run(scrubber.step())
+        assert scrubber.report().bad == 0
+        self.sweep()
+
     def sweep(self) -> None:
         self.run(self.rig.node.sweep())
         now_ms = self.rig.clock.monotonic_ms()
