@@ -35,6 +35,8 @@ class Ledger:
         self.acknowledged: set[int] = set()
         self.evicted: set[int] = set()
         """Blocks whose last event says that they went."""
+        self.bad: set[int] = set()
+        """Blocks whose last event says that the node found their bytes damaged and dropped them."""
         self._blocks = {block_key(block): block for block in blocks}
 
     def acknowledge(self, outcome: Outcome) -> None:
@@ -48,8 +50,11 @@ class Ledger:
             return
         if event.kind == "stored":
             self.evicted.discard(block)
+            self.bad.discard(block)
         elif event.kind == "removed" and event.reason == "evicted":
             self.evicted.add(block)
+        elif event.kind == "removed" and event.reason == "bad":
+            self.bad.add(block)
 
     def lost(self, missing: Iterable[int], evictions: int) -> list[int]:
         """The missing blocks that were acknowledged and that no eviction accounts for.

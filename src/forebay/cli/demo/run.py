@@ -248,18 +248,20 @@ class _Demo:
         self.lost.update(lost)
         self.wrong.update(found.wrong)
         for block in lost[:_NAMED]:
-            self._display.say(f"LOST: block {block}, acknowledged and not evicted, is a miss: {found.missing[block]}")
+            why = "dropped by the node as bad" if block in self._ledger.bad else found.missing[block]
+            self._display.say(f"LOST: block {block}, acknowledged and not evicted, is a miss: {why}")
         for block in found.wrong[:_NAMED]:
             self._display.say(f"WRONG: block {block} has other bytes than those stored")
         return found
 
     def _lost(self, node: DemoNode, found: Audit) -> list[int]:
-        """The losses. Where there are evictions their events may be under way, so a suspicion stands after a while."""
+        """The losses. Where events may be under way that say why a block went, a suspicion stands after a while."""
         deadline = time.monotonic() + _EVENTS_S
         while True:
             evictions = self._evictions + _counted_evictions(node)
             lost = self._ledger.lost(found.missing, evictions)
-            if not lost or not evictions or time.monotonic() > deadline:
+            told = all(found.missing[b] != "absent" or b in self._ledger.bad for b in lost)
+            if not lost or (told and not evictions) or time.monotonic() > deadline:
                 return lost
             time.sleep(_RETRY_S)
 
