@@ -85,6 +85,13 @@ def test_a_token_that_may_create_no_namespace(forebay: Shell) -> None:
     forebay("rm", "mine")
 
 
+def test_a_token_that_may_not_delete_is_refused_before_anything_is_stored(forebay: Shell) -> None:
+    token = forebay.json("principal", "create", "keeper")["token"]
+    forebay("principal", "grant", "keeper", "default/default", "--rights", "read,write")
+    told = forebay("bench", *SMALL, "--no-references", "--token", token, code=REFUSED)
+    assert "'delete'" in told and forebay.json("ls")["keys"] == []
+
+
 def test_a_node_without_room_is_refused(forebay: Shell) -> None:
     text = forebay("bench", "--working-set", "1GiB", code=REFUSED)
     assert "CapacityShort" in text and "--working-set" in text and left(forebay) == ["default/default"]

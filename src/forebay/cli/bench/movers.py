@@ -16,11 +16,13 @@ from forebay.measure.tcp_peer import TcpPeer
 if TYPE_CHECKING:
     from forebay.client import Client
 
-__all__ = ["KEY_BYTES", "Memory", "Mover", "Operation", "Work", "forebay_mover", "redis_mover", "tcp_mover"]
+__all__ = ["KEY_BYTES", "REMOVED", "Memory", "Mover", "Operation", "Work", "forebay_mover", "redis_mover", "tcp_mover"]
 
 Operation = Literal["get", "put", "match"]
 KEY_BYTES = 36
 """Of an engine: a variant of 4 bytes and a chained hash of 32."""
+REMOVED = ("ok", "absent")
+"""What a delete answers where nothing is left; a put that failed left nothing to remove."""
 _DELETE_KEYS = 4096
 
 
@@ -168,7 +170,9 @@ def _store(client: Client, keys: list[bytes], values: list[memoryview]) -> None:
 
 def _delete(client: Client, keys: list[bytes]) -> None:
     for first in range(0, len(keys), _DELETE_KEYS):
-        client.delete(keys[first : first + _DELETE_KEYS])
+        for reason in client.delete(keys[first : first + _DELETE_KEYS]):
+            if reason not in REMOVED:
+                raise Unavailable(f"delete answered {reason}", field="bench")
 
 
 class _Tcp(Mover):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.bench.movers import KEY_BYTES, Operation, Work
+from forebay.cli.bench.movers import KEY_BYTES, REMOVED, Operation, Work
 from forebay.cli.bench.report import Comparison, Result
 from forebay.cli.bench.worker import Worker, WorkerSettings
 from forebay.cli.context import Session
@@ -93,7 +94,8 @@ class BenchOptions:
 def run_bench(session: Session, options: BenchOptions, say: Callable[[str], None]) -> Result:
     """Measure the node. Its namespace, or its keys where it may create none, are gone when this returns or raises.
 
-    Raises `InvalidArgument`, `CapacityShort`, and `Unavailable` when the node fails or does not store and find.
+    Raises `InvalidArgument`, `CapacityShort`, `PermissionDenied`, and `Unavailable` when the node fails or does not
+    store and find.
     """
     works = list(options.works())
     url, token = session.locate()
@@ -177,12 +179,13 @@ def _place(
     prefix = b"bench/" + secrets.token_hex(4).encode()
     need = options.need_bytes()
     if status is None:
+        _need_delete(session, prefix)
         say(f"this token may create no namespace: keys of its own in {session.namespace}, removed at the end")
         try:
             yield session.namespace, prefix
         finally:
             with ignored():
-                _remove_keys(session, prefix)
+                _remove_keys(session, prefix, say)
         return
     free = sum(drive.free_bytes for drive in status.drives)
     if free < need:
@@ -209,11 +212,24 @@ def _place(
                 say(f"{name} could not be removed ({e.message}): `forebay namespace rm {name} --force`")
 
 
-def _remove_keys(session: Session, prefix: bytes) -> None:
+def _need_delete(session: Session, prefix: bytes) -> None:
+    """Raise `PermissionDenied` before anything is stored that could not be removed."""
+    with session.client() as client:
+        if client.delete([prefix]) == ["permission_denied"]:
+            raise PermissionDenied(
+                f"the run removes what it stores: the token needs the right 'delete' in {session.namespace}",
+                field="rights",
+            )
+
+
+def _remove_keys(session: Session, prefix: bytes, say: Callable[[str], None]) -> None:
     with session.client() as client:
         keys = [block.key for block in client.list(prefix)]
+        left: Counter[str] = Counter()
         for first in range(0, len(keys), _DELETE_KEYS):
-            client.delete(keys[first : first + _DELETE_KEYS])
+            left.update(why for why in client.delete(keys[first : first + _DELETE_KEYS]) if why not in REMOVED)
+    if left:
+        say(f"{left.total()} keys could not be removed ({', '.join(left)}): they begin with {prefix.decode()}")
 
 
 def _all_do(workers: Sequence[Worker], what: str, side: str) -> None:
