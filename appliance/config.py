@@ -255,7 +255,7 @@ class TraceConfig:
         WebAddress(),
         "",
         "The collector's OTLP/HTTP address for traces, such as `http://127.0.0.1:4318/v1/traces`; needs "
-        "`pip install forebay[otel]`. Empty: no traces.",
+        "the extra `otel` (docs/administration.md). Empty: no traces.",
     )
 
 
@@ -399,6 +399,8 @@ def _read_environment(environ: Mapping[str, str], values: dict[str, dict[str, An
         for variable, text in environ.items():
             if variable in known:
                 attribute, found = known[variable]
+                if not text and isinstance(found.kind, Folder):
+                    continue  # no directory is named so: set to nothing is not set
                 values[section][attribute] = found.kind.parse(text, variable, base)
             elif section and variable.startswith(prefix):
                 # Other FOREBAY_ variables belong to other programs; one with a section's name is a mistake.

@@ -47,7 +47,7 @@ from forebay.appliance.namespace.space import Drive
 from forebay.appliance.settings import Endpoint
 from forebay.appliance.trace import Tracer
 from forebay.clock import SystemClock
-from forebay.errors import CapacityShort, DataDirInUse, ForebayError
+from forebay.errors import CapacityShort, ConfigInvalid, DataDirInUse, ForebayError
 from forebay.ids import LBA_BYTES
 
 if TYPE_CHECKING:
@@ -82,9 +82,19 @@ def run(config: Config) -> int:
 
 @contextmanager
 def hold(data: Path) -> Iterator[None]:
-    """Hold the data directory; the lock goes with the process, however it ends. Raises `DataDirInUse`."""
-    data.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle = os.open(data / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Hold the data directory; the lock goes with the process, however it ends.
+
+    Raises `DataDirInUse`, and `ConfigInvalid` where there can be none.
+    """
+    try:
+        data.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle = os.open(data / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise ConfigInvalid(f"data: {data} is no directory: name one, or a path that is free", field="data") from None
+    except OSError as e:
+        raise ConfigInvalid(
+            f"data: {data} cannot be made or written to ({e.strerror}): name a directory that can", field="data"
+        ) from e
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,7 +172,11 @@ class _Daemon:
         usable = drive_space(path).usable_bytes
         capacity_bytes = min(int(usable * _DEFAULT_SHARE), _DEFAULT_CAPACITY_BYTES)
         if capacity_bytes < self._config.space.region_bytes:
-            raise CapacityShort(f"{path} can hold {usable} bytes, less than one region", field="capacity", limit=usable)
+            raise CapacityShort(
+                f"{path} has room for {usable / 2**20:.1f} MiB, less than one region: free space, or name another",
+                field="capacity",
+                limit=usable,
+            )
         return capacity_bytes
 
     async def _serve(self, store: RocksStore, meta: NodeMeta, drives: list[Drive]) -> None:

@@ -197,13 +197,18 @@ class Admin:
     """
 
     def __init__(
-        self, url: str = "forebay://127.0.0.1:7470", *, token: str | None = None, deadline_ms: int = 10_000
+        self,
+        url: str = "forebay://127.0.0.1:7470",
+        *,
+        token: str | None = None,
+        deadline_ms: int = 10_000,
+        attempt_ms: int = 100,
     ) -> None:
         if not 1 <= deadline_ms <= 600_000:
             raise InvalidArgument(f"deadline_ms is {deadline_ms}", field="deadline_ms", limit="1 to 600000")
         self._clock = SystemClock()
         self._deadline_ms = deadline_ms
-        self._rpc = Rpc(NodeAddress(url), find_token(token), self._clock)
+        self._rpc = Rpc(NodeAddress(url), find_token(token), self._clock, attempt_ms)
 
     def _call(self, method: str, request: Any) -> Any:
         request.context.deadline_ms = self._deadline_ms

@@ -17,6 +17,8 @@ class ClientOptions:
     Attributes:
         deadline_ms: of a data call that names none.
         connect_ms: of opening a session, the first time and after it was lost.
+        attempt_ms: how long one attempt to reach the node may take at least. Calls wait for it, so an engine wants it
+            short and a person at a distant node long.
         lease_ttl_ms: how long extents to read are leased; 0 leaves it to the node.
         write_ttl_ms: by when an allocated block must be committed; 0 leaves it to the node.
         wait_pending_ms: how long `put` waits for a block that another writer is writing before it reports it as such.
@@ -27,6 +29,7 @@ class ClientOptions:
 
     deadline_ms: int = 10_000
     connect_ms: int = 5_000
+    attempt_ms: int = 100
     lease_ttl_ms: int = 0
     write_ttl_ms: int = 0
     wait_pending_ms: int = 0
@@ -38,6 +41,7 @@ class ClientOptions:
         for name, low, high in (
             ("deadline_ms", 1, 600_000),
             ("connect_ms", 1, 600_000),
+            ("attempt_ms", 1, 600_000),
             ("lease_ttl_ms", 0, 0xFFFFFFFF),
             ("write_ttl_ms", 0, 0xFFFFFFFF),
             ("wait_pending_ms", 0, 600_000),

@@ -45,12 +45,12 @@ _BY_STATUS: dict[grpc.StatusCode, type[ForebayError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Busy,
     grpc.StatusCode.UNIMPLEMENTED: ProtocolError,
 }
+_ATTEMPT_MS = 100
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A node that restarts is found again soon, and until then calls fail at once: they are misses.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Two clients in one process must not share a connection that one of them closes.
     ("grpc.use_local_subchannel_pool", 1),
@@ -106,14 +106,18 @@ def find_token(token: str | None) -> str:
 class Rpc:
     """A channel to one node; thread-safe. Every call has a deadline on the clock's monotonic scale.
 
-    Raises what the node answered, or `Unavailable`, `DeadlineExceeded`, `ProtocolError`.
+    ``attempt_ms`` is how long one attempt to connect may take at least: calls wait for it. Raises what the node
+    answered, or `Unavailable`, `DeadlineExceeded`, `ProtocolError`.
     """
 
-    def __init__(self, address: NodeAddress, token: str, clock: Clock) -> None:
+    def __init__(self, address: NodeAddress, token: str, clock: Clock, attempt_ms: int = _ATTEMPT_MS) -> None:
         self.address = address
         self._clock = clock
+        self._attempt_ms = attempt_ms
         self._metadata = (("authorization", f"Bearer {token}"),)
-        self._channel = grpc.insecure_channel(str(address), options=_OPTIONS)
+        self._channel = grpc.insecure_channel(
+            str(address), options=[*_OPTIONS, ("grpc.min_reconnect_backoff_ms", attempt_ms)]
+        )
         self.blocks = services.BlocksStub(self._channel)
         self.admin = services.AdminStub(self._channel)
 
@@ -126,10 +130,11 @@ class Rpc:
 
     def call(self, method: grpc.UnaryUnaryMultiCallable[_Q, _A], request: _Q, deadline_ms: int) -> _A:
         """One request, one answer."""
+        timeout_s = self.left_ms(deadline_ms) / 1000
         try:
-            return method(request, timeout=self.left_ms(deadline_ms) / 1000, metadata=self._named())
+            return method(request, timeout=timeout_s, metadata=self._named())
         except grpc.RpcError as e:
-            raise _translate(e) from e
+            raise self._translate(e, timeout_s) from None
         except ValueError as e:  # what grpc raises on a closed channel
             raise Unavailable(f"the channel to {self.address} is closed") from e
 
@@ -150,7 +155,7 @@ class Rpc:
             finally:
                 replies.cancel()
         except grpc.RpcError as e:
-            raise _translate(e) from e
+            raise self._translate(e, timeout_s) from None
         except ValueError as e:
             raise Unavailable(f"the channel to {self.address} is closed") from e
 
@@ -159,21 +164,27 @@ class Rpc:
         ident = request_id.current()
         return (*self._metadata, (request_id.HEADER, ident)) if ident else self._metadata
 
+    def _translate(self, error: grpc.RpcError, timeout_s: float | None) -> ForebayError:
+        if not isinstance(error, grpc.Call):
+            return Unavailable(f"the control channel failed: {error}")
+        for key, value in error.trailing_metadata() or ():
+            if key == ERROR_TRAILER:
+                known = _from_trailer(value)
+                if known is not None:
+                    return known
+        code, details = error.code(), error.details() or ""
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
+            return DeadlineExceeded(f"the node at {self.address} did not answer within {timeout_s:.1f} s")
+        if code is grpc.StatusCode.UNAVAILABLE:
+            why = details.rpartition(": ")[2]  # the innermost of what gRPC strings together
+            if "timed out" in why:
+                return Unavailable(f"the node at {self.address} did not answer within {self._attempt_ms / 1000:.1f} s")
+            return Unavailable(f"the node at {self.address} does not answer" + (f" ({why})" if why else ""))
+        return _BY_STATUS.get(code, ForebayError)(details or f"the node answered {code.name}")
+
     def close(self) -> None:
         """Close the channel; calls under way end as `Unavailable`."""
         self._channel.close()
-
-
-def _translate(error: grpc.RpcError) -> ForebayError:
-    if not isinstance(error, grpc.Call):
-        return Unavailable(f"the control channel failed: {error}")
-    for key, value in error.trailing_metadata() or ():
-        if key == ERROR_TRAILER:
-            known = _from_trailer(value)
-            if known is not None:
-                return known
-    kind = _BY_STATUS.get(error.code(), ForebayError)
-    return kind(error.details() or f"the node answered {error.code().name}")
 
 
 def _from_trailer(value: str | bytes) -> ForebayError | None:

@@ -167,13 +167,18 @@ def drive_space(drive: Path) -> DriveSpace:
     return DriveSpace(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, held_bytes)
 
 
+def _gib(count_bytes: int) -> str:
+    return f"{count_bytes / 2**30:.1f} GiB"
+
+
 def require_capacity(drive: Path, capacity_bytes: int) -> DriveSpace:
     """The drive's space, if it can hold ``capacity_bytes`` of volumes. Raises `CapacityShort` otherwise."""
     space = drive_space(drive)
     if capacity_bytes > space.usable_bytes:
         raise CapacityShort(
-            f"{drive} can hold {space.usable_bytes} bytes ({space.free_bytes} free, {space.held_bytes} in volumes), "
-            f"not {capacity_bytes}: ask for less, or free space",
+            f"{drive} has room for {_gib(space.usable_bytes)} ({_gib(space.free_bytes)} free, "
+            f"{_gib(space.held_bytes)} in volumes), not {_gib(capacity_bytes)}: choose a smaller capacity, or free "
+            "space",
             field="capacity",
             limit=space.usable_bytes,
         )

@@ -3,9 +3,11 @@
 import io
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -184,7 +186,8 @@ def test_namespaces(forebay: Shell, tmp_path: Path) -> None:
     assert "StaleGeneration" in forebay("-n", "acme/chat", "ls", code=REFUSED)
     forebay("put", "k", str(tmp_path / "value"), "--namespace", "acme/chat", "--generation", "3")
     assert forebay.json("ls", "-n", "acme/chat", "--generation", "3")["keys"][0]["key"] == "k"
-    assert "force" in forebay("namespace", "rm", "acme/chat", code=USAGE)
+    assert "--force" in forebay("namespace", "rm", "acme/chat", code=USAGE)
+    assert "TENANT/NAME, such as default/tiny" in forebay("namespace", "create", "tiny", code=USAGE)
     assert forebay.json("namespace", "rm", "acme/chat", "--force")["blocks"] == 1
 
 
@@ -215,9 +218,10 @@ def test_sessions(forebay: Shell, node: DemoNode) -> None:
         assert forebay.json("sessions", "--principal", "nobody")["sessions"] == []
 
 
-def test_unknown_namespaces(forebay: Shell) -> None:
+def test_unknown_namespaces(forebay: Shell, capsys: pytest.CaptureFixture[str]) -> None:
     forebay("namespace", "show", "no/such", code=ABSENT)
-    forebay("ls", "-n", "no/such", code=ABSENT)
+    assert run(["ls", "-n", "no/such"]) == ABSENT
+    assert "does not exist, or this token has no right in it" in capsys.readouterr().err
 
 
 def test_principals(forebay: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +229,7 @@ def test_principals(forebay: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert made["principal"] == {**made["principal"], "name": "vllm", "admin": False, "grants": []}
     monkeypatch.setenv("FOREBAY_TOKEN", made["token"])
     forebay("ls", code=ABSENT)  # it may not know that the namespace exists
-    assert "PermissionDenied" in forebay("principal", "ls", code=REFUSED)
+    assert "principal create NAME --admin" in forebay("principal", "ls", code=REFUSED)
     monkeypatch.delenv("FOREBAY_TOKEN")
     granted = forebay.json("principal", "grant", "vllm", "default/default", "--rights", "read")
     assert granted["grants"] == [{"namespace": "default/default", "rights": ["read"], "scopes": []}]
@@ -269,10 +273,37 @@ def test_a_node_by_its_address(forebay: Shell, node: DemoNode, tmp_path: Path) -
 
 
 def test_a_node_that_does_not_answer(forebay: Shell) -> None:
-    assert "Unavailable" in forebay("status", "--url", "forebay://127.0.0.1:9", code=UNAVAILABLE)
+    told = forebay("status", "--url", "forebay://127.0.0.1:9", code=UNAVAILABLE)
+    assert "127.0.0.1:9 does not answer" in told and "is the node running?" in told and "Unavailable" in told
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"127.0.0.1:{silent.getsockname()[1]}"
+        for command in ("status", "ls"):
+            told = forebay(command, "--url", url, "--timeout", "200ms", code=UNAVAILABLE)
+            assert f"{url} did not answer within 0.2 s" in told and "--timeout" in told
 
 
 def test_a_data_directory_in_use(node: DemoNode) -> None:
     command = [sys.executable, "-m", "forebay.cli.main", "serve", "--data", str(node.data), "--listen", "127.0.0.1:0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == REFUSED and "DataDirInUse" in done.stderr and "Traceback" not in done.stderr
+    environment = {**os.environ, "FOREBAY_DATA": str(node.data)}
+    command = [sys.executable, "-m", "forebay.cli.main", "serve"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert f"{node.data} (from FOREBAY_DATA) is served by another" in done.stderr and done.returncode == REFUSED
+
+
+@pytest.mark.parametrize("flag", ["--listen", "--target-listen", "FOREBAY_HTTP_LISTEN"])
+def test_a_port_that_is_taken(flag: str) -> None:
+    command = [sys.executable, "-m", "forebay.cli.main", "serve", "--capacity", "256MiB"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FOREBAY_")}
+    with tempfile.TemporaryDirectory(prefix="fb-") as data, socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        free = {"--listen": "127.0.0.1:0", "--target-listen": "127.0.0.1:0", "FOREBAY_HTTP_LISTEN": "127.0.0.1:0"}
+        for name, value in {**free, flag: address}.items():
+            if name.startswith("--"):
+                command += [name, value]
+            else:
+                environment[name] = value
+        done = subprocess.run([*command, "--data", data], capture_output=True, text=True, timeout=60, env=environment)
+    (line,) = [line for line in done.stderr.splitlines() if "INFO" not in line and "WARNING" not in line]
+    assert done.returncode == USAGE and line.startswith("forebay: ") and f"{flag} " in line

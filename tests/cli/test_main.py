@@ -140,6 +140,32 @@ def test_closed_or_full_streams_are_said() -> None:
         assert done.returncode == USAGE and word in done.stderr and len(done.stderr.splitlines()) == 1, done
 
 
+def test_data_directories_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for data, word in (("/proc/nope", "cannot be made"), (str(tmp_path / "file"), "is no directory")):
+        assert run(["serve", "--data", data]) == USAGE
+        (line,) = capsys.readouterr().err.splitlines()
+        assert data in line and word in line and "name" in line
+
+
+def test_guesses_are_near(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ls", "--nope"]) == USAGE
+    assert "Did you mean" not in capsys.readouterr().err
+    assert run(["ls", "--limmit", "1"]) == USAGE
+    assert "'--limit'" in capsys.readouterr().err
+
+
+def test_nothing_in_the_environment_is_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FOREBAY_DATA", "")
+    assert run(["status"]) == UNAVAILABLE
+    assert str(tmp_path / ".local/share/forebay/node.json") in capsys.readouterr().err
+    assert run(["serve", "--print-config"]) == OK
+    assert f'data = "{tmp_path}/.local/share/forebay"' in capsys.readouterr().out
+
+
 def test_empty_values_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert run(["put", "key", str(tmp_path / "empty")]) == USAGE

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
+from forebay.cli.sizes import duration
 from forebay.errors import ForebayError, Unauthenticated, Unavailable
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ __all__ = [
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+_CONNECT_MS = 5_000
+"""How long an attempt to reach a node may take, without --timeout."""
+_CALL_MS = 10_000
 _COMPLETION_MS = 200
 """How long a node may take to tell names for completion: a person waits at the Tab key."""
 
@@ -44,12 +49,15 @@ class Session:
     Attributes:
         url: ``forebay://host:port``, or None to find the node of ``data``.
         token: the caller's token, or None to read the admin token of ``data``.
-        data: the data directory of a node on this host.
+        data: the data directory of a node on this host; ``data_source`` says so if the environment names it.
+        timeout_ms: how long the node may take to be reached and to answer, or None for the usual.
     """
 
     url: str | None = None
     token: str | None = None
     data: str | None = None
+    data_source: str = ""
+    timeout_ms: int | None = None
     namespace: str = DEFAULT_NAMESPACE
     generation: int = 0
     json: bool = False
@@ -92,18 +100,21 @@ class Session:
     def client(self) -> Iterator[Client]:
         """A connected client of the namespace, for whole values of any bytes."""
         url, token = self.locate()
-        from forebay.client import connect
+        from forebay.client import ClientOptions, connect
 
-        with connect(url, namespace=self.namespace, generation=self.generation, token=token) as client:
+        connect_ms = self.timeout_ms or _CONNECT_MS
+        options = ClientOptions(deadline_ms=self.timeout_ms or _CALL_MS, connect_ms=connect_ms, attempt_ms=connect_ms)
+        with connect(url, namespace=self.namespace, generation=self.generation, token=token, options=options) as client:
             yield client
 
     @contextmanager
-    def admin(self, deadline_ms: int = 10_000) -> Iterator[Admin]:
+    def admin(self, deadline_ms: int = _CALL_MS) -> Iterator[Admin]:
         """A connected administrator."""
         url, token = self.locate()
         from forebay.client import Admin
 
-        with Admin(url, token=token, deadline_ms=deadline_ms) as admin:
+        deadline_ms, attempt_ms = self.timeout_ms or deadline_ms, self.timeout_ms or _CONNECT_MS
+        with Admin(url, token=token, deadline_ms=deadline_ms, attempt_ms=attempt_ms) as admin:
             yield admin
 
     def emit(self, document: object, human: Callable[[Console], None]) -> None:
@@ -149,6 +160,9 @@ def _into(ctx: click.Context, param: click.Parameter, value: Any) -> None:
     # A default never overwrites: the same option may have been given before the command's name.
     if value is not None and value is not False:
         setattr(session_of(ctx), str(param.name), value)
+        if param.name == "data":
+            named = ctx.get_parameter_source("data") is ParameterSource.ENVIRONMENT
+            session_of(ctx).data_source = "FOREBAY_DATA" if named else ""
 
 
 def _option(*names: str, **settings: Any) -> Callable[[_F], _F]:
@@ -165,6 +179,14 @@ _NODE: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("--url",), {"metavar": "URL", "help": "The node, forebay://HOST:PORT. Default: the node of --data."}),
     (("--token",), {"metavar": "TOKEN", "help": "Who asks. Default: the admin token in --data."}),
     (("--data",), {"metavar": "DIR", "help": f"Data directory of a node on this host. [default: {DEFAULT_DATA}]"}),
+    (
+        ("--timeout", "timeout_ms"),
+        {
+            "metavar": "TIME",
+            "type": duration,
+            "help": "How long the node may take to answer. [default: 5s to connect, 10s a call]",
+        },
+    ),
 ]
 _DATA: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (
@@ -179,6 +201,9 @@ _DATA: list[tuple[tuple[str, ...], dict[str, Any]]] = [
 ]
 
 
+_VARIABLES = ("url", "token", "data", "namespace")
+
+
 def connection_options(*, data: bool = False, environment: bool = False) -> Callable[[_F], _F]:
     """Options that name the node and the caller and, with ``data``, the namespace and generation.
 
@@ -191,7 +216,7 @@ def connection_options(*, data: bool = False, environment: bool = False) -> Call
         for names, settings in _NODE + (_DATA if data else []):
             name = names[-1].removeprefix("--")
             variable = f"FOREBAY_{name.upper()}"
-            extra = {"envvar": variable, "show_envvar": True} if environment and name != "generation" else {}
+            extra = {"envvar": variable, "show_envvar": True} if environment and name in _VARIABLES else {}
             options.append(_option(*names, **settings, **extra))
         return _apply(function, options)
 

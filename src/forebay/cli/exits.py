@@ -13,6 +13,7 @@ from forebay.errors import (
     ChecksumMismatch,
     DataDirInUse,
     DataDirNewer,
+    DeadlineExceeded,
     ForebayError,
     InvalidArgument,
     MetadataCorrupt,
@@ -98,18 +99,28 @@ _EXIT: dict[type[ForebayError], int] = {
 _ADVICE: dict[type[ForebayError], str] = {
     Absent: "`forebay ls` shows what is stored here",
     Pending: "a writer holds this key; ask again when it is done",
-    NamespaceNotFound: "`forebay namespace ls` shows those that exist; --namespace names one",
+    NamespaceNotFound: "it does not exist, or this token has no right in it; `forebay namespace ls` shows an "
+    "administrator those that exist; --namespace names one",
     Unauthenticated: "give a token with --token or FOREBAY_TOKEN, or --data of a node on this host",
     PermissionDenied: "an administrator can allow it: `forebay principal grant`",
     StaleGeneration: "give --generation of the weights in use; `forebay namespace show` names the minimum",
+    ChecksumMismatch: "the node verifies the block, and drops it if it is bad: put it again",
+    DeadlineExceeded: "is the node running, and not overloaded? --timeout waits longer",
     NoSpace: "remove or unpin blocks, or give the node more capacity",
     QuotaExceeded: "raise the quota (`forebay namespace set NAME --quota SIZE`), or remove or unpin blocks",
-    DataDirInUse: "stop that process, or choose another --data",
     DataDirNewer: "start a version at least as new as the one that wrote it",
-    CapacityShort: "choose a smaller --capacity, or a larger drive",
-    Unavailable: "is the node running? --url or --data names another one",
+    Unavailable: "is the node running? --url or --data names another one; --timeout waits longer",
     ForebayError: "",
 }
+
+
+# The same for a field, whatever the error.
+_FIELD_ADVICE = {
+    "grpc.listen": "--listen or FOREBAY_GRPC_LISTEN sets it",
+    "http.listen": "FOREBAY_HTTP_LISTEN sets it",
+    "target.listen": "--target-listen or FOREBAY_TARGET_LISTEN sets it",
+}
+_NO_ADMINISTRATOR = "ask an administrator, or for a token that is one: `forebay principal create NAME --admin`"
 
 
 def _nearest(error: type[ForebayError], table: Mapping[type[ForebayError], _T]) -> _T:
@@ -125,6 +136,10 @@ def advice(error: ForebayError) -> str:
     """What the person at the keyboard can do about it; may be empty, as where a field says what did not answer."""
     if isinstance(error, Unavailable) and error.field:
         return ""
+    if error.field in _FIELD_ADVICE:
+        return _FIELD_ADVICE[error.field]
+    if isinstance(error, PermissionDenied) and "administrator" in error.message:
+        return _NO_ADMINISTRATOR
     return _nearest(type(error), _ADVICE)
 
 

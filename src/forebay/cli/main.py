@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,9 +19,10 @@ from forebay.cli.context import Session, connection_options, pass_session
 from forebay.cli.demo.command import demo
 from forebay.cli.doctor.command import doctor
 from forebay.cli.exits import INTERRUPTED, MEANINGS, OK, UNAVAILABLE, USAGE, advice, exit_code
+from forebay.cli.sizes import format_size
 from forebay.cli.teaching import Group
 from forebay.cli.top.command import top
-from forebay.errors import ForebayError
+from forebay.errors import CapacityShort, ForebayError
 
 __all__ = ["cli", "main", "run"]
 
@@ -71,12 +74,18 @@ for _command in (
     cli.add_command(_command)
 
 
-def _one_line(error: ForebayError) -> str:
+def _one_line(error: ForebayError, session: Session) -> str:
     """What happened, which field, its limit, the stable code, and what to do."""
     said = error.message
+    if session.data_source:  # where nobody typed the directory, say who named it
+        folder = re.escape(str(session.data_dir))
+        said = re.sub(rf"{folder}[^\s:,]*", rf"\g<0> (from {session.data_source})", said, count=1)
     details = [error.field] if error.field and error.field not in said else []
-    if error.limit is not None and str(error.limit) not in said:
-        details.append(f"limit: {error.limit}")
+    limit = error.limit
+    if isinstance(error, CapacityShort) and isinstance(limit, int):
+        limit = format_size(limit)
+    if limit is not None and str(limit) not in said:
+        details.append(f"limit: {limit}")
     text = said + (f" ({', '.join(details)})" if details else "") + f" [{type(error).__name__} {error.code}]"
     hint = advice(error)
     return f"forebay: {text}" + (f": {hint}" if hint else "")
@@ -114,6 +123,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         _flush()
         return result if isinstance(result, int) else OK
     except click.UsageError as e:
+        if isinstance(e, click.NoSuchOption):  # a guess that is far off is worse than none
+            near = difflib.get_close_matches(e.option_name, e.possibilities or (), cutoff=0.75)
+            e = click.NoSuchOption(e.option_name, possibilities=near, ctx=e.ctx)
         e.show()
         return USAGE
     except click.ClickException as e:
@@ -129,7 +141,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     except ForebayError as e:
         if session.debug:
             raise
-        click.echo(_one_line(e), err=True)
+        click.echo(_one_line(e, session), err=True)
         return exit_code(e)
     except OSError as e:  # of this machine: a file or a directory that cannot be used
         if session.debug:

@@ -144,6 +144,9 @@ def namespace() -> None:
 @pass_session
 def create(session: Session, /, name: str, **policy: Any) -> int:
     """Create a namespace."""
+    if name.count("/") != 1:
+        example = f", such as default/{name}" if "/" not in name else ""
+        raise InvalidArgument(f"{name!r} names no namespace: write TENANT/NAME{example}", field="name")
     with session.admin() as admin:
         info = _fields(admin.create_namespace(name, **_given(**policy)))
     session.emit(info, lambda out: _show(info, out))
@@ -267,7 +270,12 @@ def scope_quota(session: Session, name: str, scope: str, quota: int) -> int:
 def rm(session: Session, name: str, force: bool) -> int:
     """Remove a namespace. One that holds blocks is refused without --force."""
     with session.admin() as admin:
-        gone = admin.delete_namespace(name, force=force)
+        try:
+            gone = admin.delete_namespace(name, force=force)
+        except InvalidArgument as e:
+            if e.field != "force":
+                raise
+            raise InvalidArgument(f"{name} holds blocks: --force removes it with them", field="force") from None
     document = {"name": name, "blocks": gone.blocks, "freed_bytes": gone.bytes}
     session.emit(
         document,

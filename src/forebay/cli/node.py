@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from forebay.cli.context import Session, connection_options, json_option, pass_s
 from forebay.cli.exits import OK, REFUSED, UNAVAILABLE, USAGE, WRONG_BYTES
 from forebay.cli.sizes import format_duration, format_size, size
 from forebay.cli.teaching import Command
+from forebay.errors import ConfigInvalid, TargetRefused
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +48,11 @@ __all__ = ["serve", "status"]
     help="Space for blocks, for example 100GiB. [default: 80 % of what is free, at most 64GiB]",
 )
 @click.option("--listen", metavar="HOST:PORT", help="Address of the control protocol (gRPC). [default: 127.0.0.1:7470]")
+@click.option(
+    "--target-listen",
+    metavar="HOST:PORT",
+    help="Address of the data path (NVMe/TCP), one that clients can reach. [default: 127.0.0.1:4420]",
+)
 @click.option("--print-config", is_flag=True, help="Print the configuration in effect, and stop.")
 @pass_session
 def serve(
@@ -55,6 +62,7 @@ def serve(
     data: str | None,
     capacity: int | None,
     listen: str | None,
+    target_listen: str | None,
     print_config: bool,
 ) -> int:
     """Run a node in the foreground: metadata, control protocol and the NVMe-oF target.
@@ -65,14 +73,20 @@ def serve(
     """
     from forebay.appliance.config import load, render_toml
 
-    flags = {"data": data or session.data, "capacity": capacity, "grpc.listen": listen}
+    flags = {"data": data or session.data, "capacity": capacity, "grpc.listen": listen, "target.listen": target_listen}
     settings = load(config, flags=flags)
     if print_config:
         click.echo(render_toml(settings), nl=False)
         return OK
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it finds is raised, and said once
     from forebay.appliance.daemon import run
 
-    return run(settings)
+    try:
+        return run(settings)
+    except TargetRefused as e:
+        if e.field != "target.listen":
+            raise
+        raise ConfigInvalid(e.message, field=e.field) from None  # as of the other two addresses
 
 
 @click.command(
