@@ -49,6 +49,7 @@ from forebay.appliance.trace import Tracer
 from forebay.clock import SystemClock
 from forebay.errors import CapacityShort, ConfigInvalid, DataDirInUse, ForebayError
 from forebay.ids import LBA_BYTES
+from forebay.measure.machine import file_system
 
 if TYPE_CHECKING:
     from forebay.appliance.control.http_server import HttpServer
@@ -162,6 +163,12 @@ class _Daemon:
             else:
                 open_drive(drive.path, meta.node_id, uuid.UUID(known))
                 capacity_bytes = self._capacity(drive.path, drive.capacity_bytes)
+            kind = file_system(drive.path) if drive.path.is_dir() else ""
+            if kind in ("tmpfs", "ramfs"):
+                _log.warning(
+                    "%s is %s: blocks are in memory, so durability flush does not survive a power loss there",
+                    *(drive.path, kind),
+                )
             drives.append(Drive(name, str(drive.path), capacity_bytes // meta.region_bytes))
         return drives
 

@@ -16,6 +16,7 @@ from forebay.cli.demo.node import DemoNode
 from forebay.cli.exits import ABSENT, REFUSED, UNAVAILABLE, USAGE
 from forebay.cli.main import run
 from forebay.client import Client, StatResult, connect
+from forebay.measure.machine import file_system
 from tests.cli.shell import Shell
 
 
@@ -290,6 +291,18 @@ def test_a_data_directory_in_use(node: DemoNode) -> None:
     command = [sys.executable, "-m", "forebay.cli.main", "serve"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert f"{node.data} (from FOREBAY_DATA) is served by another" in done.stderr and done.returncode == REFUSED
+
+
+@pytest.mark.skipif(file_system(Path("/dev/shm")) != "tmpfs", reason="/dev/shm is no tmpfs here")
+def test_a_drive_in_memory_is_said() -> None:
+    with tempfile.TemporaryDirectory(prefix="fb-", dir="/dev/shm") as folder:
+        running = DemoNode(Path(folder, "data"), 128 << 20, Path(folder, "log"))
+        try:
+            running.start()
+        finally:
+            running.stop()
+        (line,) = [line for line in Path(folder, "log").read_text().splitlines() if "WARNING" in line]
+    assert "is tmpfs" in line and "power loss" in line
 
 
 @pytest.mark.parametrize("flag", ["--listen", "--target-listen", "FOREBAY_HTTP_LISTEN"])

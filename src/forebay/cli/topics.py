@@ -32,9 +32,10 @@ meet:
   scope        the end tenant that an engine acts for                of the session
   group        the KV group of a model (full, sliding, mamba, ...)   of the call
 
-So `forebay ls`, `match` and `get` see what `forebay put` and S3 stored, and not the blocks of engines.
+So `forebay ls`, `match` and `get` see what `forebay put` stored, and not the blocks of engines.
 
-On the command line a key is text, or bytes with --hex. One that is no printable text is shown as 0x... .
+On the command line a key is text, or bytes with --hex. One that is no printable text, or begins with 0x, is shown
+as 0x..., which --hex takes.
 A value has 1 byte to 64 MiB and never changes: putting a stored key again writes nothing and says so.
 
 If two replicas of one engine never hit each other's blocks, their keys or schemas differ: a seeded hash is the
@@ -52,8 +53,13 @@ never meet, and neither can see or time the other's.
   ttl              blocks are not found any more this long after being stored     --ttl 1h
   min-generation   blocks of older weights are no longer served, at once          --min-generation 7
 
-Pinned blocks, blocks being read and blocks being written are never evicted. Capacity and quotas are hard limits:
-where nothing may be evicted, a write is refused (no_space, quota_exceeded) and nothing else suffers.
+Pinned blocks, blocks being read and blocks being written are never evicted; `forebay rm` removes a pinned one.
+Capacity and quotas are hard limits: where nothing may be evicted, a write is refused (no_space, quota_exceeded) and
+nothing else suffers.
+
+On a full node a namespace makes room among its own blocks. One that has less than an even share of the node's space
+takes it from the namespace that holds most, as long as that holds more than its share. A namespace with eviction
+none gives nothing up: bound it by a quota.
 
 Scopes are the end tenants of one engine inside a namespace. Each can have a bound of its own
 (`forebay namespace scope-quota`), and `forebay namespace show` lists what each uses.
@@ -89,7 +95,7 @@ MISSES: dict[str, tuple[str, str]] = {
         "the client's wait() tells when it is visible; a dead writer's claim ends with its session",
     ),
     "checksum_mismatch": (
-        "the bytes on the drive are not those that were stored; the node drops the block",
+        "the bytes are not those that were stored; the node verifies the block, and drops it if it is bad",
         "one: bit rot. Many: replace the drive (`forebay status`, the node's log)",
     ),
     "lease_expired": (
@@ -108,7 +114,6 @@ MISSES: dict[str, tuple[str, str]] = {
         "the node restarted; the client opens a new session by itself",
         "why it restarted is in its log; stored blocks are there again at once",
     ),
-    "stale_map": ("the cluster map moved on; the client fetches it again", "nothing to do"),
     "unavailable": (
         "the node or its target does not answer",
         "`forebay doctor` and `forebay status`; a firewall between client and target is the usual cause",
@@ -130,8 +135,10 @@ MISSES: dict[str, tuple[str, str]] = {
     ),
     "not_found": ("something that the call names does not exist", "the message of the node's log says what"),
     "no_space": (
-        "a write found no room that may be freed: all is pinned, leased, or being written",
-        "unpin, remove, or give the node more capacity",
+        "a write found no room that may be freed: what the namespace holds is pinned, leased or being written, and no "
+        "other namespace has more than its even share, or may be evicted",
+        "unpin, remove, or give the node more capacity; `forebay namespace ls` shows who holds how much, and a quota "
+        "bounds a namespace with eviction none",
     ),
     "quota_exceeded": (
         "a write would pass the quota of its namespace or scope, and nothing there may be evicted",

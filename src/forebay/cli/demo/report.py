@@ -22,6 +22,8 @@ PREFILL_SOURCE = (
     "Llama-3-8B F16 on one RTX 4090, prompts of 4,096 tokens, llama.cpp "
     "(github.com/XiongjieDai/GPU-Benchmarks-on-LLM-Inference, May 2024)"
 )
+_AWAY = ("connection_lost", "unavailable")
+"""Reasons of misses while the node is dead."""
 ASSUMED_LOAD_BYTES_PER_S = 10e9
 """What one 100 GbE link carries after protocol overhead: the speed of a node that is not two cores of one machine."""
 
@@ -210,8 +212,10 @@ class Report:
         if self.evicted:
             rows.append(("evicted", f"{self.evicted} blocks, as the node reported"))
         if self.misses:
-            rows.append(("not loaded or stored", ", ".join(f"{n} {why}" for why, n in sorted(self.misses.items()))))
+            told = (f"{n} {why}{' during the kill' if why in _AWAY else ''}" for why, n in sorted(self.misses.items()))
+            rows.append(("not loaded or stored", ", ".join(told)))
         if t is not None:
+            pays = t.load_bytes_per_s >= t.break_even_bytes_per_s
             rows += [
                 (
                     "time to first token",
@@ -223,7 +227,8 @@ class Report:
                     "  assumes",
                     f"prefill at {t.prefill_tokens_per_s:,.0f} tokens/s ({t.assumption}); {i.model} unscaled, loaded "
                     f"at the {t.load_bytes_per_s / 1e9:.2f} GB/s that one replica got here, or computed where that is "
-                    f"faster (loading is from {t.break_even_bytes_per_s / 1e9:.2f} GB/s on)",
+                    f"faster: loading is from {t.break_even_bytes_per_s / 1e9:.2f} GB/s on"
+                    + ("" if pays else ", so at the speed measured here it never pays, and every prefix is computed"),
                 ),
                 (
                     f"  loaded at {t.assumed_load_bytes_per_s / 1e9:.0f} GB/s",
