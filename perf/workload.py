@@ -76,6 +76,10 @@ class Workload:
             "working_set_bytes": self.count * self.block_bytes,
         }
 
+    def aim(self, figure: float) -> float | None:
+        """``figure`` of design §9 for transfers of blocks, which speaks of 1 MiB and more; smaller ones have none."""
+        return figure if self.block_bytes >= 1 << 20 else None
+
     @property
     def calls(self) -> int:
         """Calls of a slot: what its bytes ask for, but no more than are needed for a figure where blocks are small."""

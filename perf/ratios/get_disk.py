@@ -40,6 +40,6 @@ def _row(work: Workload, disk: Path, node: BenchNode, client: Client, peer: TcpP
         "get_into, volume on disk, against preadv(O_DIRECT) + sendmsg",
         samples["forebay"],
         samples["pread"],
-        aim=0.9,
+        aim=work.aim(0.9),
         details={**work.details, "file_system": file_system(disk)},
     )

@@ -46,6 +46,6 @@ def _rows(bench: Bench, work: Workload, node: BenchNode, client: Client, peer: R
             f"get_into, volume on tmpfs, against GET, {how}",
             samples["forebay"],
             samples[name],
-            aim=1.2,
+            aim=work.aim(1.2),
             details={**work.details, "file_system": file_system(bench.memory_dir), "peer": peer.versions},
         )

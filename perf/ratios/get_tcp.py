@@ -35,7 +35,7 @@ def _row(bench: Bench, work: Workload, node: BenchNode, client: Client, peer: Tc
         "get_into, volume on tmpfs, against bare TCP from memory",
         samples["forebay"],
         samples["tcp"],
-        aim=0.9,
-        cpu_aim=1.2,
+        aim=work.aim(0.9),
+        cpu_aim=work.aim(1.2),
         details={**work.details, "file_system": file_system(bench.memory_dir)},
     )

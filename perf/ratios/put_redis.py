@@ -53,7 +53,7 @@ def _rows(work: Workload, folder: Path, node: BenchNode, client: Client, peer: R
             f"put, policy flush, volume on {place}, against SET, {how}",
             samples["forebay"],
             samples[name],
-            aim=1.0,
+            aim=work.aim(1.0),
             details={
                 **work.details,
                 "file_system": file_system(folder),
