@@ -87,7 +87,7 @@ def find_token(token: str | None) -> str:
     Raises `Unauthenticated` when there is none.
     """
     if token is None:
-        token = os.environ.get("FOREBAY_TOKEN")
+        token = os.environ.get("FOREBAY_TOKEN") or None  # set to nothing is not set
     if token is None:
         data = os.environ.get("FOREBAY_DATA") or "~/.local/share/forebay"
         path = Path(data).expanduser() / "admin.token"

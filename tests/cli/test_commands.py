@@ -123,6 +123,11 @@ def test_keys_in_hexadecimal(forebay: Shell, tmp_path: Path, capsys: pytest.Capt
     assert forebay.json("match", "--hex", "0x00ff00")["prefix"] == 1
     assert run(["get", "0x00ff00", str(tmp_path / "out")]) == ABSENT
     assert "--hex" in capsys.readouterr().err
+    for command in ("match", "stat", "rm"):
+        assert run([command, "0x00ff00"]) == ABSENT
+        assert "--hex" in capsys.readouterr().err
+        assert run([command, "00ff00"]) == ABSENT
+        assert capsys.readouterr().err == ""
     assert forebay("match", "0x00ff00", code=ABSENT).startswith("absent               0x3078303066663030")
 
 

@@ -60,7 +60,14 @@ def _meant_hex(texts: Sequence[str], as_hex: bool) -> str:
     """A hint for keys copied as they are shown, in hexadecimal, and given as text."""
     if as_hex or not any(text.startswith("0x") for text in texts):
         return ""
-    return " (as text; a key that is shown as 0x... is given with --hex)"
+    return "as text; a key that is shown as 0x... is given with --hex"
+
+
+def _hint(texts: Sequence[str], as_hex: bool, reasons: Sequence[str]) -> None:
+    """Say on standard error what may be meant by absent keys."""
+    meant = _meant_hex([text for text, why in zip(texts, reasons, strict=True) if why == "absent"], as_hex)
+    if meant:
+        click.echo(f"forebay: keys that begin with 0x were looked for {meant}", err=True)
 
 
 def _too_large(size_bytes: int, source: str) -> ValueSize:
@@ -211,7 +218,7 @@ def get(session: Session, key: str, file: str, as_hex: bool) -> int:
         result = client.get([name])[0]
     if not result.hit or result.value is None:
         meant = _meant_hex([key], as_hex) if result.reason == "absent" else ""
-        raise error_of(result.reason, f"no value of {show_key(name)}: {result.reason}{meant}")
+        raise error_of(result.reason, f"no value of {show_key(name)}: {result.reason}{meant and f' ({meant})'}")
     _write_value(result.value, file)
     return OK
 
@@ -254,6 +261,7 @@ def match(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
         )
 
     session.emit(document, human)
+    _hint(keys, as_hex, found.reasons)
     return worst(found.reasons)
 
 
@@ -351,6 +359,7 @@ def stat(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
             )
 
     session.emit(document, human)
+    _hint(keys, as_hex, [reason for _, _, reason in rows])
     return worst(reason for _, _, reason in rows)
 
 
@@ -388,7 +397,9 @@ def _batch(
         names = parse_keys(keys, as_hex)
         with session.client() as client:
             reasons = act(client, names)
-        return _each(session, names, reasons, done)
+        found = _each(session, names, reasons, done)
+        _hint(keys, as_hex, reasons)
+        return found
 
     return command
 
