@@ -88,7 +88,11 @@ def test_an_empty_message_is_a_coded_error_or_an_answer(caller: Caller, service:
             "ListPrincipals",
             "ListSessions",
             "NodeStatus",
-        ), "only what lists everything needs no argument"
+            "StartScrub",
+            "StopScrub",
+            "ScrubStatus",
+            "ListQuarantine",
+        ), "only what is about the whole node needs no argument"
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", "fbt_" + "A" * 43, "x" * 2000])
