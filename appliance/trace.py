@@ -60,7 +60,8 @@ class Tracer:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as e:
             raise ConfigInvalid(
-                f"trace.otlp_endpoint is set, but OpenTelemetry is not installed ({e}): pip install 'forebay[otel]'",
+                f"trace.otlp_endpoint is set, but OpenTelemetry is not installed ({e}): "
+                "pip install -e '.[otel]' in a clone, with the node's own pip",
                 field="trace.otlp_endpoint",
             ) from e
         about = {"service.name": "forebay", "service.instance.id": node, "service.version": __version__}

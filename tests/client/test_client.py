@@ -344,8 +344,9 @@ def test_bad_options() -> None:
 
 
 def test_who_connects(shared_node: NodeProcess) -> None:
-    with pytest.raises(Unauthenticated):
+    with pytest.raises(Unauthenticated) as caught:
         forebay.connect(shared_node.url, token="fb_wrong")
+    assert caught.value.__suppress_context__  # one traceback, not gRPC's before it
     with pytest.raises(NamespaceNotFound):
         shared_node.connect(namespace="no/such")
     with pytest.raises(InvalidArgument):

@@ -58,9 +58,7 @@ def check_libraries(locked: dict[str, str] | None = None) -> Iterator[Finding]:
         if name in lock and found != lock[name]:
             other.append(f"{name} {found} ({lock[name]})")
     if missing:
-        yield fail(
-            "libraries", f"missing: {', '.join(missing)}", "pip install forebay, or `make venv` in the repository"
-        )
+        yield fail("libraries", f"missing: {', '.join(missing)}", "`make venv` in the repository")
     if other:
         yield warn("libraries", f"not the tested versions: {', '.join(other)}", "pip install -r requirements.lock")
     if not missing and not other:
