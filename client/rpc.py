@@ -176,7 +176,7 @@ class Rpc:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
             return DeadlineExceeded(f"the node at {self.address} did not answer within {timeout_s:.1f} s")
         if code is grpc.StatusCode.UNAVAILABLE:
-            why = details.rpartition(": ")[2]  # the innermost of what gRPC strings together
+            why = details.rpartition(": ")[2].rstrip("]")  # the innermost of what gRPC strings together
             if "timed out" in why:
                 return Unavailable(f"the node at {self.address} did not answer within {self._attempt_ms / 1000:.1f} s")
             return Unavailable(f"the node at {self.address} does not answer" + (f" ({why})" if why else ""))

@@ -118,7 +118,7 @@ def test_a_failure_is_seen_in_both_spans(tmp_path: Path) -> None:
 
 def test_a_collector_without_the_package_is_a_mistake_in_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
-    with pytest.raises(ConfigInvalid, match=r"pip install 'forebay\[otel\]'") as caught:
+    with pytest.raises(ConfigInvalid, match=r"pip install -e '\.\[otel\]'") as caught:
         Tracer.to_collector("http://127.0.0.1:1/v1/traces", "n")
     assert caught.value.field == "trace.otlp_endpoint"
 
