@@ -517,10 +517,15 @@ class Node:
         """A bit of work that can wait: suspects to verify, deletions to finish. True if there may be more."""
         async with self._admin:  # a creation under way looks like a deletion
             for namespace in self.state.namespaces:
-                if namespace.deleting:
+                if namespace.deleting and self._drained(namespace.id):
                     await self._attempt(self._finish_delete(namespace))
         await self._reclaim()
         return bool(await self.blocks.verify_some())
+
+    def _drained(self, namespace: int) -> bool:
+        """Whether no session has anything of a namespace under way: a commit would bring back what was cleared."""
+        busy = any(session.namespace == namespace for session in self.sessions)
+        return not busy and not self.writes.pending_bytes(namespace)
 
     async def _reclaim(self) -> None:
         """Give back blocks that nobody can ask for any more, no faster than the configured rate."""

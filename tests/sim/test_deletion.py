@@ -1,0 +1,40 @@
+"""A namespace that is deleted while something of it is still on its way."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from forebay.errors import Unavailable
+from tests.sim.rig import Rig
+from tests.sim.running import on_loop, until
+
+VALUE = bytes(range(256)) * 64
+
+
+@on_loop
+async def test_a_deletion_goes_on_only_when_commits_under_way_have_ended(rig: Rig) -> None:
+    await rig.start()
+    await rig.namespace()
+    m = await rig.open()
+    (row,) = await rig.allocate(m, b"k", size=len(VALUE))
+    assert row.extent is not None
+    rig.write(m, b"k", row.extent, VALUE)
+    gate = rig.target.hold("barrier")
+    commit = asyncio.ensure_future(
+        rig.node.writes.commit(m.session, [(row.write_id, rig.sums(m, b"k", row.write_id, VALUE))])
+    )
+    await gate.reached.wait()
+    rig.target.fail("remove_host")
+    with pytest.raises(Unavailable):
+        await rig.node.delete_namespace("t/n", force=True)
+    await rig.node.background()  # the session is still ending: nothing of the namespace may go yet
+    gate.open.set()
+    await commit
+    await until(lambda: len(rig.node.writes) == 0, "the commit has ended")
+    rig.check()
+    await rig.node.sweep()
+    await rig.node.background()
+    assert not list(rig.node.state.namespaces) and not list(rig.store.scan("blocks"))
+    rig.check()
