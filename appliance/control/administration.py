@@ -25,7 +25,7 @@ from forebay.appliance.namespace.records import PINNED, Durability
 from forebay.appliance.namespace.scrub import ScrubReport
 from forebay.appliance.namespace.sessions import Session
 from forebay.errors import InvalidArgument, NamespaceNotFound, NotFound, Unavailable
-from forebay.index import RowState
+from forebay.index import findable
 
 __all__ = [
     "DEFAULT_DEADLINE_MS",
@@ -257,7 +257,7 @@ class Administration:
         index = self._node.engine.index
         high = index.high
         state = index.state[:high]
-        rows = np.flatnonzero((state == RowState.VISIBLE) | (state == RowState.SUSPECT))
+        rows = np.flatnonzero(findable(state))
         owners = index.namespace[rows]
         pinned = (index.pins[rows] > 0) | (index.flags[rows] & PINNED > 0)
         sizes = np.bincount(owners[pinned], weights=index.length[rows[pinned]])

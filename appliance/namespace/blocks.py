@@ -61,7 +61,7 @@ from forebay.ids import (
     split_stored_key,
     stored_prefix,
 )
-from forebay.index import ABSENT, BlockIndex, Rows, RowState
+from forebay.index import ABSENT, BlockIndex, Rows, RowState, findable
 from forebay.schema import Schema, TileLayout
 
 __all__ = ["BlockStat", "Blocks", "Engine", "ListedBlock", "Located", "Verdict", "owner_key", "tile_ranges"]
@@ -487,7 +487,7 @@ class Blocks:
         index, high = self._e.index, self._e.index.high
         now_s = self._e.clock.wall_ms() // 1000
         state = index.state[:high]
-        found = (state == RowState.VISIBLE) | (state == RowState.SUSPECT)
+        found = findable(state)
         expires_s = index.expires_s[:high]
         expired = found & (expires_s > 0) & (expires_s <= now_s)
         stale = np.zeros(high, bool)
@@ -543,7 +543,7 @@ class Blocks:
             _log.warning("volume %d: blocks cannot be verified: %s", spec.volume, error)
             return 0, 0, 0, len(asked)
         rows = np.array(list(asked), dtype=np.int64)
-        standing = int(np.isin(e.index.state[rows], (RowState.VISIBLE, RowState.SUSPECT)).sum())
+        standing = int(findable(e.index.state[rows]).sum())
         wrong = self._judge(rows, found)
         e.counters["blocks_verified"] += len(asked)
         if wrong.size:
@@ -563,7 +563,7 @@ class Blocks:
         except ForebayError:
             return 0, 0, 0, 1
         rows = np.array(list(asked), dtype=np.int64)
-        rows = rows[np.isin(e.index.state[rows], (RowState.VISIBLE, RowState.SUSPECT))]
+        rows = rows[findable(e.index.state[rows])]
         if rows.size:
             keys = [asked[row].stored_key for row in rows.tolist()]
             await self.retire(rows, keys, "bad", self._to_quarantine(rows, "read_error"))

@@ -26,7 +26,7 @@ from forebay.appliance.namespace.blocks import Engine
 from forebay.checksum import crc32c
 from forebay.crashpoints import crash_point
 from forebay.errors import MetadataCorrupt
-from forebay.index import COLUMNS, BlockIndex, RowState
+from forebay.index import COLUMNS, BlockIndex, findable
 
 __all__ = ["FILE_NAME", "load_checkpoint", "save_checkpoint"]
 
@@ -142,7 +142,7 @@ def _fill(index: BlockIndex, file: IO[bytes], high: int) -> None:
             _put(pool.data[rows], file)
         pool.used = count
     index.high = high
-    live = (index.state[:high] == RowState.VISIBLE) | (index.state[:high] == RowState.SUSPECT)
+    live = findable(index.state[:high])
     for tiles in np.unique(index.tiles[:high][live]).tolist():
         mine = live & (index.tiles[:high] == tiles)
         if tiles not in index.pools or int(index.sums[:high][mine].max()) >= index.pools[tiles].used:

@@ -56,7 +56,7 @@ from forebay.errors import (
     WriteExpired,
 )
 from forebay.ids import HostIdentity, NamespaceId, VolumeId
-from forebay.index import BlockIndex, RowState
+from forebay.index import BlockIndex, RowState, findable
 from forebay.schema import Schema
 
 __all__ = ["Node", "NodeLimits"]
@@ -321,7 +321,7 @@ class Node:
             namespace = self._namespace(full_name)
             index = self.engine.index
             mine = index.namespace[: index.high] == namespace.id
-            found = mine & np.isin(index.state[: index.high], (RowState.VISIBLE, RowState.SUSPECT))
+            found = mine & findable(index.state[: index.high])
             blocks, size = int(found.sum()), int(index.length[: index.high][found].sum(dtype=np.uint64))
             if blocks and not force:
                 raise InvalidArgument(f"{full_name} holds {blocks} blocks: delete it with force", field="force")
@@ -340,7 +340,7 @@ class Node:
         while True:
             high = e.index.high
             mine = e.index.namespace[:high] == namespace.id
-            rows = np.flatnonzero(mine & np.isin(e.index.state[:high], (RowState.VISIBLE, RowState.SUSPECT)))
+            rows = np.flatnonzero(mine & findable(e.index.state[:high]))
             if not rows.size:
                 break
             rows = rows[:_DELETE_BATCH]

@@ -22,7 +22,7 @@ from forebay.appliance.namespace.records import FLUSHED, Record
 from forebay.appliance.namespace.store import Op
 from forebay.errors import MetadataCorrupt
 from forebay.ids import StoredKey, split_stored_key
-from forebay.index import BlockIndex, Rows, RowState
+from forebay.index import BlockIndex, Rows, RowState, findable
 
 __all__ = ["Recovered", "load_index", "recover"]
 
@@ -129,7 +129,7 @@ def load_index(engine: Engine, known: set[int], path: Path, node_id: bytes) -> b
 
 def _found(index: BlockIndex) -> Rows:
     state = index.state[: index.high]
-    return np.flatnonzero((state == RowState.VISIBLE) | (state == RowState.SUSPECT))
+    return np.flatnonzero(findable(state))
 
 
 def _drop_rows(index: BlockIndex, rows: Rows) -> None:

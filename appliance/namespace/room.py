@@ -25,7 +25,7 @@ from forebay.appliance.namespace.desired_state import DesiredState, Eviction, Na
 from forebay.appliance.namespace.records import PINNED
 from forebay.errors import OK, ForebayError, NoSpace, QuotaExceeded
 from forebay.ids import Extent
-from forebay.index import Rows, RowState
+from forebay.index import Rows, findable
 
 __all__ = ["Room", "Watermarks"]
 
@@ -171,7 +171,7 @@ class Room:
         """Those of ``rows`` that may go: found, not leased, not pinned."""
         index = self._e.index
         state = index.state[rows]
-        found = (state == RowState.VISIBLE) | (state == RowState.SUSPECT)
+        found = findable(state)
         free = (index.leases[rows] == 0) & (index.pins[rows] == 0) & (index.flags[rows] & PINNED == 0)
         evictable: Rows = rows[found & free]
         return evictable

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from forebay.appliance.namespace.blocks import Blocks, Engine, Verdict
 from forebay.errors import Busy, MetadataCorrupt
-from forebay.index import BlockIndex, Rows, RowState
+from forebay.index import BlockIndex, Rows, RowState, findable
 
 __all__ = ["ScrubLimits", "ScrubReport", "Scrubber"]
 
@@ -102,7 +102,7 @@ def _order(
     Runs beside the event loop. What changes meanwhile is seen when a row's turn comes.
     """
     state = index.state[:high].copy()
-    chosen = (state == RowState.VISIBLE) | (state == RowState.SUSPECT)
+    chosen = findable(state)
     if namespace is not None:
         chosen &= index.namespace[:high] == namespace
     rows = np.flatnonzero(chosen)
@@ -229,7 +229,7 @@ class Scrubber:
             return np.empty(0, np.int64)
         turn = slice(one.at, one.at + _BATCH_BLOCKS)
         rows = one.rows[turn].astype(np.int64)
-        there = (index.state[rows] == RowState.VISIBLE) | (index.state[rows] == RowState.SUSPECT)
+        there = findable(index.state[rows])
         there &= index.write_id[rows, 0] == one.writes[turn]
         lengths = np.where(there, index.length[rows], 0).astype(np.int64)
         before = np.cumsum(lengths) - lengths

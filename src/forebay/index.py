@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from forebay.errors import NoSpace
 
-__all__ = ["ABSENT", "COLUMNS", "BlockIndex", "Digests", "RowState", "Rows", "SumPool"]
+__all__ = ["ABSENT", "COLUMNS", "BlockIndex", "Digests", "RowState", "Rows", "SumPool", "findable"]
 
 ABSENT = -1
 """Row number of a key that has no visible block."""
@@ -45,6 +45,12 @@ class RowState(IntEnum):
     """Visible, but its flush is not known after an unclean stop: verified before it is served."""
     RETIRED = 3
     """No longer found; its extent waits for leases to end."""
+
+
+def findable(state: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """Which of these cells of the state column are of rows that `BlockIndex.find` meets."""
+    found: npt.NDArray[np.bool_] = (state == RowState.VISIBLE) | (state == RowState.SUSPECT)
+    return found
 
 
 COLUMNS: Mapping[str, np.dtype[Any]] = {
@@ -274,7 +280,7 @@ class BlockIndex:
         `find` meets one of them, and `unlink` takes the one it is given.
         """
         state = self.state[: self.high]
-        live = (state == RowState.VISIBLE) | (state == RowState.SUSPECT)
+        live = findable(state)
         rows = np.flatnonzero(live)
         state[~live] = RowState.FREE
         self.leases[: self.high] = 0
