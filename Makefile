@@ -57,11 +57,11 @@ demo: $(RUNTIME) ## run the main job on a node in a temporary directory (ARGS='-
 serve: $(RUNTIME) ## start a node (ARGS='--data DIR --capacity SIZE')
 	@$(BIN)/forebay serve $(ARGS)
 
-test: lint redis torch ## lint, types and tests; says what was not run and why
+test: lint redis compiler torch ## lint, types and tests; says what was not run and why
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-long: export FOREBAY_TEST_PROFILE := long
-test-long: lint redis torch ## the same with the large profiles
+test-long: lint redis compiler torch ## the same with the large profiles
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(DEV) ## style, formatting and types
@@ -76,6 +76,15 @@ redis:
 	  echo 'installing redis-server, which perf compares with'; \
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends redis-server; } >/dev/null \
 	    || echo 'redis-server could not be installed; comparisons with it will be skipped' >&2; \
+	fi
+
+# What tests that break storage and the network under a process are compiled with. Without it they are skipped, and say so.
+.PHONY: compiler
+compiler:
+	@command -v $${CC:-cc} >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo 'installing a C compiler, which tests of power loss and failing drives need'; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends gcc libc6-dev; } >/dev/null \
+	    || echo 'a C compiler could not be installed; the tests that need one will be skipped' >&2; \
 	fi
 
 # What the test of a real computation runs in: an environment of its own in the cache, made once.

@@ -9,6 +9,7 @@ from hypothesis import settings
 
 from tests.envs import ENVIRONMENTS
 from tests.interop import guest
+from tests.shims import building
 
 LONG = os.environ.get("FOREBAY_TEST_PROFILE") == "long"
 
@@ -28,13 +29,15 @@ def _missing(marker: str) -> str | None:
         return "large profile: make test-long"
     if marker == "interop":
         return guest.missing()
+    if marker == "compiler":
+        return building.missing()
     return ENVIRONMENTS[marker].missing if marker in ENVIRONMENTS else None
 
 
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
     """Skip what this machine or this profile cannot run."""
     for item in items:
-        for marker in ("spdk", "gpu", "long", "interop", *ENVIRONMENTS):
+        for marker in ("spdk", "gpu", "long", "interop", "compiler", *ENVIRONMENTS):
             if item.get_closest_marker(marker) and (reason := _missing(marker)):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
