@@ -1,8 +1,9 @@
 """Profiles of the property tests, what each marker needs, and the list of what was not run."""
 
+import logging
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 from hypothesis import settings
@@ -32,6 +33,19 @@ def _missing(marker: str) -> str | None:
     if marker == "compiler":
         return building.missing()
     return ENVIRONMENTS[marker].missing if marker in ENVIRONMENTS else None
+
+
+@pytest.fixture
+def root_log() -> Iterator[logging.Logger]:
+    """The root logger without handlers, for what sets up the log of its process; put back after the test."""
+    root = logging.getLogger()
+    kept, level = root.handlers[:], root.level
+    root.handlers.clear()
+    yield root
+    for handler in root.handlers:
+        handler.close()
+    root.handlers[:] = kept
+    root.setLevel(level)
 
 
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:

@@ -140,6 +140,7 @@ def test_closed_or_full_streams_are_said() -> None:
         assert done.returncode == USAGE and word in done.stderr and len(done.stderr.splitlines()) == 1, done
 
 
+@pytest.mark.usefixtures("root_log")  # a node that starts sends its log to standard error, here the captured one
 def test_data_directories_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for data, word in (("/proc/nope", "cannot be made"), (str(tmp_path / "file"), "is no directory")):

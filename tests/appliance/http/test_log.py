@@ -14,16 +14,9 @@ from tests.appliance.http.conftest import NodeMaker, eventually
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[Path]:
-    """Where the log goes; the root logger is put back."""
-    root = logging.getLogger()
-    kept, level = root.handlers[:], root.level
-    root.handlers.clear()
+def file(tmp_path: Path, root_log: logging.Logger) -> Iterator[Path]:
+    """Where the log goes."""
     yield tmp_path / "log"
-    for handler in root.handlers:
-        handler.close()
-    root.handlers[:] = kept
-    root.setLevel(level)
     request_id.follow("")
 
 

@@ -6,8 +6,6 @@ import socket
 import struct
 from pathlib import Path
 
-import pytest
-
 from forebay.appliance.dataplane.target.subsystems import Namespace
 from forebay.clock import ManualClock
 from forebay.nvmetcp import command, spec
@@ -135,17 +133,35 @@ def test_a_reset_forgets_requests_and_what_was_enabled(disk_rig: Rig) -> None:
         assert silent(host)
 
 
+def fill(sock: socket.socket) -> None:
+    """Send until this end and the peer's hold all they can: nothing is on its way, and nothing more is taken.
+
+    What is on its way when the socket first refuses makes room as it arrives, so that a short message would fit again.
+    """
+    unacked_at = 24  # tcpi_unacked of struct tcp_info: segments sent and not acknowledged
+
+    def full() -> bool:
+        on_its_way = struct.unpack_from("I", sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), unacked_at)[0]
+        try:
+            while True:
+                sock.send(bytes(1 << 16), socket.MSG_DONTWAIT)
+                on_its_way = 1
+        except BlockingIOError:
+            return not on_its_way
+
+    eventually(full, "the peer's window is closed", 60.0)
+
+
 def test_a_host_that_takes_nothing_holds_up_no_change(disk_rig: Rig) -> None:
     """An event that does not fit into the socket ends the connection, and the change goes on."""
     with disk_rig.attach(queues=0) as host:
         listen(host)
         (controller,) = disk_rig.server.controllers
-        queue = controller.queues[0]
-        sock = queue._stream._sock
-        fill = socket.MSG_DONTWAIT
-        with pytest.raises(BlockingIOError):
-            while True:
-                sock.send(bytes(1 << 20), fill)
+        sock = controller.queues[0]._stream._sock
+        # Fixed sizes: the kernel grows others by itself.
+        host.admin.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
+        fill(sock)
         disk_rig.add_volume("new", 5)
         eventually(lambda: not disk_rig.server.controllers, "the controller is gone")
 
