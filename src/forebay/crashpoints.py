@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Callable
 
-__all__ = ["POINTS", "arm", "crash_point", "disarm"]
+__all__ = ["POINTS", "arm", "crash_point", "disarm", "watch"]
 
 POINTS = (
     "allocate.before_grant",
@@ -45,6 +45,7 @@ def _die() -> None:
 
 _armed: str | None = os.environ.get("FOREBAY_CRASH_AT")
 _action: Callable[[], None] = _die
+_watcher: Callable[[str], None] | None = None
 
 
 def arm(name: str, action: Callable[[], None] = _die) -> None:
@@ -61,8 +62,17 @@ def disarm() -> None:
     _armed = None
 
 
+def watch(watcher: Callable[[str], None] | None) -> None:
+    """Tell ``watcher`` of every point that is reached, or nobody; nothing stops there."""
+    global _watcher  # noqa: PLW0603
+    _watcher = watcher
+
+
 def crash_point(name: str) -> None:
     """A place with a name; see the module."""
+    if _watcher is not None:
+        assert name in POINTS, name
+        _watcher(name)
     if _armed is not None and _armed == name:
         assert name in POINTS, name
         disarm()
