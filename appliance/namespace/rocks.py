@@ -3,32 +3,45 @@
 One commit thread gathers the batches that wait, writes them without sync and then flushes the log once: a synced
 ``write`` would hold the GIL through its fsync, ``flush_wal(True)`` does not (docs/adr/0002). The caller's event loop
 is told after the flush.
+
+After a write or flush that failed nobody knows what the log holds, and RocksDB takes no more writes, often for ever (a
+full disk it may get over, an I/O error never: docs/adr/0002). So whatever failed, the store refuses to write until it
+has seen its file system take a small file durably, and has closed and opened the database again: then what is in it is
+what the log gave back. Reads go on from the database as it was; only while it is opened they are refused, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from rocksdict import AccessType, BlockBasedOptions, Cache, DBRecoveryMode, Options, Rdict, WriteBatch, WriteOptions
 
 from forebay.appliance.histogram import Histogram
 from forebay.appliance.namespace.store import FAMILIES, Op, Store
 from forebay.crashpoints import crash_point
-from forebay.errors import DataDirInUse, MetadataCorrupt, Unavailable
+from forebay.errors import DataDirInUse, ForebayError, MetadataCorrupt, NoSpace, Unavailable
 
 __all__ = ["RocksStore"]
 
 _log = logging.getLogger(__name__)
 _CACHE_BYTES = 64 << 20
 _BLOOM_BITS = 10
+_RETRY_S = 1.0
+"""Between two attempts to get a store back that takes no writes."""
+_READERS_S = 5.0
+"""How long a reopening waits for those who read."""
+_PROBE_BYTES = 1 << 20
+_PROBE_FILE = "forebay.probe"
 
 
 @dataclass(slots=True)
@@ -55,53 +68,134 @@ def _options(cache: Cache) -> Options:
     return options
 
 
-class RocksStore(Store):
-    """A RocksDB directory. Raises `DataDirInUse` when another process has it, `MetadataCorrupt` when it cannot open.
+class _Database:
+    """RocksDB, open. Raises what `_error` makes of it."""
 
-    With ``read_only`` nothing in it changes, and every write fails.
-    """
-
-    def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        if not read_only:
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    def __init__(self, path: Path, *, read_only: bool) -> None:
         cache = Cache(_CACHE_BYTES)
         try:
-            self._db = Rdict(
+            self.db = Rdict(
                 str(path),
                 options=_options(cache),
                 column_families={name: _options(cache) for name in FAMILIES},
                 access_type=AccessType.read_only(False) if read_only else AccessType.read_write(),
             )
         except Exception as e:  # rocksdict raises bare Exception for all of RocksDB's errors
-            if "lock" in str(e).lower():
-                raise DataDirInUse(f"{path}: another process has it open", field="metadata_dir") from e
-            raise MetadataCorrupt(f"{path}: RocksDB does not open: {e}", field="metadata_dir") from e
-        self._families = {name: self._db.get_column_family(name) for name in FAMILIES}
-        self._handles = {name: self._db.get_column_family_handle(name) for name in FAMILIES}
+            raise _error(path, "metadata do not open", e, opening=True) from e
+        self.families = {name: self.db.get_column_family(name) for name in FAMILIES}
+        self.handles = {name: self.db.get_column_family_handle(name) for name in FAMILIES}
+        self.readers = 0
+
+    def close(self) -> None:
+        """Let go of it. After a failed write RocksDB complains once more here, and closes all the same."""
+        self.handles.clear()
+        for one in (*self.families.values(), self.db):
+            try:
+                one.close()
+            except Exception as e:
+                _log.info("RocksDB, closing: %s", e)
+        self.families.clear()
+
+
+def _error(path: Path, what: str, error: Exception, *, opening: bool = False) -> ForebayError:
+    """RocksDB's error as ours: its words are all that tells them apart."""
+    text = str(error)
+    if "No space left" in text or "Disk quota" in text:
+        return NoSpace(
+            f"{path}: {what}: no space left on its file system: free some, and writes go on by themselves",
+            field="metadata_dir",
+        )
+    if "Input/output error" in text or "Read-only file system" in text:
+        return Unavailable(
+            f"{path}: {what}: the drive failed ({text}): see to it, and writes go on by themselves",
+            field="metadata_dir",
+        )
+    if opening and "lock" in text.lower():
+        return DataDirInUse(f"{path}: another process has it open", field="metadata_dir")
+    if opening or "Corruption" in text:
+        return MetadataCorrupt(
+            f"{path}: {what}: {text}: restore the directory, or move it away and let the node begin with empty volumes",
+            field="metadata_dir",
+        )
+    return Unavailable(f"{path}: {what}: {text}", field="metadata_dir")
+
+
+class RocksStore(Store):
+    """A RocksDB directory.
+
+    Raises `DataDirInUse` when another process has it, `MetadataCorrupt` when it cannot open, `NoSpace` or `Unavailable`
+    when its drive is full or fails. With ``read_only`` nothing in it changes, and every write fails. It tries every
+    ``retry_s`` to get over a write that failed.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False, retry_s: float = _RETRY_S) -> None:
+        if not read_only:
+            try:
+                path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            except OSError as e:
+                raise _error(path, "the directory cannot be made", e, opening=True) from e
+        self._path = path
+        self._read_only = read_only
+        self._retry_s = retry_s
+        self._database: _Database | None = _Database(path, read_only=read_only)
+        self._reading = threading.Condition()
         self._no_sync = WriteOptions()
         self.commit_s = Histogram()
         """Seconds from the first batch of a durable commit to the log on stable media."""
         self.failed_commits = 0
+        self.reopened = 0
+        """How often the database was opened again after a write that failed."""
+        self._problem: ForebayError | None = None
         self._queue: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._commit_loop, name="forebay-commit", daemon=True)
         self._thread.start()
 
+    @property
+    def problem(self) -> ForebayError | None:
+        return self._problem
+
+    @contextmanager
+    def _read(self) -> Iterator[_Database]:
+        """The database, which is not closed meanwhile. Raises `Unavailable` while it is opened, `MetadataCorrupt`."""
+        with self._reading:
+            database = self._database
+            if database is None:
+                raise Unavailable("metadata are being opened again", field="metadata_dir", retry_after_ms=100)
+            database.readers += 1
+        try:
+            yield database
+        except ForebayError:
+            raise
+        except Exception as e:  # rocksdict raises bare Exception for all of RocksDB's errors
+            raise _error(self._path, "metadata cannot be read", e) from e
+        finally:
+            with self._reading:
+                database.readers -= 1
+                self._reading.notify_all()
+
     def get(self, family: str, key: bytes) -> bytes | None:
-        value: bytes | None = self._families[family].get(key)
+        with self._read() as database:
+            value: bytes | None = database.families[family].get(key)
         return value
 
     def multi_get(self, family: str, keys: Sequence[bytes]) -> list[bytes | None]:
-        return cast("list[bytes | None]", self._families[family].get(list(keys)))
+        with self._read() as database:
+            return cast("list[bytes | None]", database.families[family].get(list(keys)))
 
     def scan(self, family: str, start: bytes = b"", prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
-        cursor = self._families[family].iter()
-        cursor.seek(max(start, prefix))
-        while cursor.valid():
-            key = cursor.key()
-            if not key.startswith(prefix):
-                return
-            yield key, cursor.value()
-            cursor.next()
+        with self._read() as database:
+            cursor: Any = database.families[family].iter()
+            try:
+                cursor.seek(max(start, prefix))
+                while cursor.valid():
+                    key = cursor.key()
+                    if not key.startswith(prefix):
+                        return
+                    yield key, cursor.value()
+                    cursor.next()
+                cursor.status()  # what cannot be read looks like the end of the table
+            finally:
+                del cursor  # it keeps the database open
 
     async def write(self, ops: Sequence[Op], *, durable: bool = True) -> None:
         loop = asyncio.get_running_loop()
@@ -111,54 +205,122 @@ class RocksStore(Store):
         await asyncio.shield(batch.done)
 
     async def delete_range(self, family: str, start: bytes, stop: bytes) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, self._families[family].delete_range, start, stop)
+        def delete() -> None:
+            with self._read() as database:
+                database.families[family].delete_range(start, stop)
+
+        await asyncio.get_running_loop().run_in_executor(None, delete)
 
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()
-        self._handles.clear()
-        for family in self._families.values():
-            family.close()
-        self._families.clear()
-        self._db.close()
+        with self._reading:
+            database, self._database = self._database, None
+        if database is not None:
+            database.close()
+
+    # ------------------------------------------------------------------------------------------------ the commit thread
 
     def _commit_loop(self) -> None:
         while True:
-            batches = [self._queue.get()]
-            while not self._queue.empty():
-                batches.append(self._queue.get())
+            batches = self._next_batches()
             work = [b for b in batches if b is not None]
             if work:
                 self._commit(work)
+            elif not batches:
+                self._heal()
             if len(work) < len(batches):
                 return
 
-    def _commit(self, batches: list[_Batch]) -> None:
-        error: Exception | None = None
-        began_s = time.perf_counter()
+    def _next_batches(self) -> list[_Batch | None]:
+        """All that wait, at least one; nothing when it is time to try to heal."""
         try:
-            write = WriteBatch(raw_mode=True)
-            for batch in batches:
-                for family, key, value in batch.ops:
-                    if value is None:
-                        write.delete(key, self._handles[family])
-                    else:
-                        write.put(key, value, self._handles[family])
-            self._db.write(write, self._no_sync)
-            crash_point("store.after_write_before_flush")
-            if any(batch.durable for batch in batches):
-                self._db.flush_wal(True)
-                self.commit_s.add(time.perf_counter() - began_s)
-        except Exception as e:  # the thread must live: every caller is told instead
-            _log.error("metadata write failed: %s", e)
-            error = Unavailable(f"metadata cannot be written: {e}", field="metadata_dir")
-            self.failed_commits += 1
+            batches = [self._queue.get(timeout=self._retry_s if self._problem is not None else None)]
+        except queue.Empty:
+            return []
+        while not self._queue.empty():
+            batches.append(self._queue.get())
+        return batches
+
+    def _commit(self, batches: list[_Batch]) -> None:
+        error = self._problem
+        if error is None:
+            error = self._write(batches)
         for batch in batches:
             try:
                 batch.loop.call_soon_threadsafe(_resolve, batch.done, error)
             except RuntimeError:
                 # the loop is gone: nobody waits
                 continue
+
+    def _write(self, batches: list[_Batch]) -> ForebayError | None:
+        database = self._database
+        if database is None:
+            return Unavailable("metadata are closed", field="metadata_dir")
+        began_s = time.perf_counter()
+        try:
+            write = WriteBatch(raw_mode=True)
+            for batch in batches:
+                for family, key, value in batch.ops:
+                    if value is None:
+                        write.delete(key, database.handles[family])
+                    else:
+                        write.put(key, value, database.handles[family])
+            database.db.write(write, self._no_sync)
+            crash_point("store.after_write_before_flush")
+            if any(batch.durable for batch in batches):
+                database.db.flush_wal(True)
+                self.commit_s.add(time.perf_counter() - began_s)
+        except Exception as e:  # the thread must live: every caller is told instead
+            self.failed_commits += 1
+            error = _error(self._path, "metadata cannot be written", e)
+            _log.error("%s", error)
+            if not self._read_only:
+                self._problem = error
+            return error
+        return None
+
+    def _heal(self) -> None:
+        """Open the database again if its file system takes writes; else later."""
+        try:
+            _probe(self._path)
+            with self._reading:
+                if self._database is not None:
+                    database, self._database = self._database, None
+                    if not self._reading.wait_for(lambda: not database.readers, _READERS_S):
+                        self._database = database
+                        raise Unavailable("metadata are being read", field="metadata_dir")
+                    database.close()
+                    del database
+            opened = _Database(self._path, read_only=False)
+        except ForebayError as error:
+            self._problem = error
+            return
+        except OSError as error:
+            self._problem = _error(self._path, "metadata cannot be written", error)
+            return
+        with self._reading:
+            self._database = opened
+        self._problem = None
+        self.reopened += 1
+        _log.warning("%s: metadata can be written again", self._path)
+
+
+def _probe(folder: Path) -> None:
+    """Write a file and make it stable. Raises OSError while that cannot be done."""
+    path = folder / _PROBE_FILE
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            left = memoryview(bytes(_PROBE_BYTES))
+            while left:
+                left = left[os.write(handle, left) :]
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
 
 
 def _resolve(done: asyncio.Future[None], error: Exception | None) -> None:

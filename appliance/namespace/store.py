@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from forebay.errors import ForebayError
+
 __all__ = ["FAMILIES", "MemoryStore", "Op", "Store"]
 
 FAMILIES = ("meta", "state", "keyspaces", "regions", "blocks", "owners", "changes")
@@ -29,9 +31,14 @@ class Op(NamedTuple):
 class Store(ABC):
     """The interface; see the module."""
 
+    @property
+    def problem(self) -> ForebayError | None:
+        """Why every write fails at present, or None. It goes away by itself with its cause."""
+        return None
+
     @abstractmethod
     def get(self, family: str, key: bytes) -> bytes | None:
-        """The value, or None."""
+        """The value, or None. This and the other reads raise `MetadataCorrupt`, `Unavailable`."""
 
     @abstractmethod
     def multi_get(self, family: str, keys: Sequence[bytes]) -> list[bytes | None]:
@@ -45,7 +52,8 @@ class Store(ABC):
     async def write(self, ops: Sequence[Op], *, durable: bool = True) -> None:
         """Apply all or none. Returns when the batch is durable, or merely accepted with ``durable=False``.
 
-        Raises `Unavailable` (with the reason) when the store cannot write; then nothing of the batch is acknowledged.
+        Raises `NoSpace` or `Unavailable` (with the reason) when the store cannot write. Then nothing of the batch is
+        acknowledged, and nobody knows whether it is there.
         """
 
     @abstractmethod

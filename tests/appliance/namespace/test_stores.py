@@ -99,7 +99,9 @@ def test_one_flush_serves_all_who_wait_and_none_is_needed_for_what_need_not_be_d
 ) -> None:
     store = RocksStore(tmp_path)
     flushes: list[bool] = []
-    inner = store._db
+    database = store._database
+    assert database is not None
+    inner = database.db
 
     class Counting:
         def flush_wal(self, sync: bool) -> None:
@@ -109,7 +111,7 @@ def test_one_flush_serves_all_who_wait_and_none_is_needed_for_what_need_not_be_d
         def __getattr__(self, name: str) -> Any:
             return getattr(inner, name)
 
-    monkeypatch.setattr(store, "_db", Counting())
+    monkeypatch.setattr(database, "db", Counting())
     run(store.write([Op("blocks", b"a", b"")], durable=False))
     assert flushes == []
 
