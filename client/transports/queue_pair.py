@@ -19,9 +19,8 @@ from forebay.clock import Clock
 from forebay.errors import ConnectionLost, DeadlineExceeded, ForebayError, ProtocolError, TargetRefused
 from forebay.ids import LBA_BYTES
 from forebay.nvmetcp import command as nvme
-from forebay.nvmetcp import spec
 from forebay.nvmetcp.command import Command, Completion
-from forebay.nvmetcp.connection import Buffer, Connection
+from forebay.nvmetcp.connection import MAX_HEADER_BYTES, Buffer, Connection
 from forebay.nvmetcp.events import (
     DataEnd,
     DataStart,
@@ -57,7 +56,7 @@ class QueuePair:
         self._codec = Connection(Role.HOST, header_digest=header_digest, data_digest=data_digest)
         self._wanted_digests = (header_digest, data_digest)
         self._out: deque[Buffer] = deque()
-        self._head = memoryview(bytearray(spec.IC_RESP.size))
+        self._head = memoryview(bytearray(MAX_HEADER_BYTES))
         self._open: dict[int, Request] = {}
         self._admin: dict[int, Completion | None] = {}
         self._payload: Request | None = None

@@ -195,6 +195,21 @@ def test_many_small_pdus_and_a_response_of_its_own(peer: Peer, transport: NvmeTc
     assert into == peer.volume[:SIZE]
 
 
+@pytest.mark.parametrize("pdo", [128, 200, 252])
+def test_data_that_starts_far_behind_its_header(peer: Peer, transport: NvmeTcpTransport, pdo: int) -> None:
+    """PDO is a byte and need not be the least possible. TCP §3.6.1."""
+
+    def lie(link: Link, command: Command) -> None:
+        header = pdu.c2h_data_header(command.cid, 0, SIZE, last=True, success=True)
+        link.send(header[:3] + bytes([pdo]) + (pdo + SIZE).to_bytes(4, "little") + header[8:].ljust(pdo - 8, b"\0"))
+        link.send(peer.volume[:SIZE])
+
+    peer.lie = lie
+    into = bytearray(SIZE)
+    assert read(transport, into).error is None
+    assert into == peer.volume[:SIZE]
+
+
 def test_silence_ends_at_the_deadline(peer: Peer, transport: NvmeTcpTransport) -> None:
     peer.lie = lambda link, command: None
     start = time.monotonic()

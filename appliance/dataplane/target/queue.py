@@ -20,7 +20,7 @@ from forebay.appliance.dataplane.target.stream import PeerLost, Stream
 from forebay.appliance.dataplane.target.subsystems import ListenAddress, Namespace
 from forebay.nvmetcp import spec
 from forebay.nvmetcp.command import Command, ConnectData
-from forebay.nvmetcp.connection import Buffer, Connection
+from forebay.nvmetcp.connection import MAX_HEADER_BYTES, Buffer, Connection
 from forebay.nvmetcp.events import CommandReceived, DataStart, Event, ICReqReceived, TermReceived
 from forebay.nvmetcp.pdu import PduError
 from forebay.nvmetcp.spec import DNR, FabricsType, IoOpcode, Status
@@ -108,7 +108,7 @@ class Queue:
 
     def _serve(self) -> None:
         conn, receive = self._conn, self._stream.receive_header
-        header = memoryview(bytearray(256))
+        header = memoryview(bytearray(MAX_HEADER_BYTES))
         while True:
             try:
                 count = receive(header, conn.bytes_wanted)

@@ -40,10 +40,13 @@ from forebay.nvmetcp.pdu import PduError
 from forebay.nvmetcp.spec import FatalError, PduFlag, PduType
 from forebay.nvmetcp.states import RECEIVE_INPUTS, TRANSITIONS, Input, Role, State
 
-__all__ = ["MIN_MAX_H2C_DATA_BYTES", "Buffer", "Connection"]
+__all__ = ["MAX_HEADER_BYTES", "MIN_MAX_H2C_DATA_BYTES", "Buffer", "Connection"]
 
 Buffer = bytes | bytearray | memoryview
 
+#: A peer's data may start this far behind the start of its header, where PDO says so (one byte): `bytes_wanted` is
+#: never more.
+MAX_HEADER_BYTES: Final = 255
 #: MAXH2CDATA is at least this. TCP §3.6.2.3.
 MIN_MAX_H2C_DATA_BYTES: Final = 4096
 _MAX_DATA_ALIGNMENT: Final = 31
@@ -126,7 +129,7 @@ class Connection:
         self._takes_commands = role is Role.CONTROLLER
         self._align_bytes = 4  # of data in PDUs that we send, as the peer asked
         self._peer_align_bytes = 4  # of data in PDUs that we receive
-        self._buffer = bytearray(256)  # a header that arrived in pieces; no header is longer
+        self._buffer = bytearray(MAX_HEADER_BYTES)  # a header that arrived in pieces
         self._have = 0
         self._need = _CH_BYTES
         self._payload: DataStart | None = None
@@ -267,7 +270,7 @@ class Connection:
         return clean
 
     def _check_common_header(self, header: memoryview) -> int:
-        """Judge the first 8 bytes of a PDU; returns how long it is up to its payload, never more than 255."""
+        """Judge the first 8 bytes of a PDU; returns how long it is up to its payload."""
         kind, flags, hlen, pdo, plen = spec.COMMON_HEADER.unpack_from(header)
         cause = self._inputs.get(kind)
         if cause is None:
