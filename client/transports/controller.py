@@ -74,6 +74,8 @@ class Controller:
             controller_id = self._connect(admin, 0, _ADMIN_ENTRIES, DYNAMIC_CONTROLLER, deadline_ms)
             admin.set_depth(_ADMIN_ENTRIES - 1)
             capabilities = admin.execute(nvme.property_get(0, Property.CAP, wide=True), deadline_ms)[0].result
+            if not capabilities & 0xFFFF:
+                raise ProtocolError("the controller has no queue that holds a command (MQES 0)")  # Base §3.1.3.1
             self._entries = min(_IO_ENTRIES, (capabilities & 0xFFFF) + 1)  # MQES is 0's based
             admin.execute(nvme.property_set(0, Property.CC, _ENABLE), deadline_ms)
             self._wait_ready(admin, deadline_ms)

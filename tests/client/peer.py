@@ -121,7 +121,7 @@ class Link:
             self.peer.connects.append(self.queue_id)
             result = 7
         elif command.fabrics_type == FabricsType.PROPERTY_GET:
-            result = {Property.CAP: 127 | 1 << 24, Property.CSTS: 1}.get(Property(command.cdw11), 0)
+            result = {Property.CAP: self.peer.capabilities, Property.CSTS: 1}.get(Property(command.cdw11), 0)
         self.respond(command.cid, 0, result)
 
     def admin(self, command: Command) -> None:
@@ -169,6 +169,7 @@ class Peer:
         self.write: Callable[[Link, Command, bytearray], None] = store
         self.refuse = False
         self.mdts = 0
+        self.capabilities = 127 | 1 << 24
         self.in_capsule_bytes = 4096
         self.max_h2c_data_bytes = 256 << 10
         self.r2t_bytes = 1 << 20

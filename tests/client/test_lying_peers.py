@@ -210,6 +210,14 @@ def test_data_that_starts_far_behind_its_header(peer: Peer, transport: NvmeTcpTr
     assert into == peer.volume[:SIZE]
 
 
+def test_queues_that_hold_no_command_are_refused(peer: Peer, transport: NvmeTcpTransport) -> None:
+    """MQES is at least 1 (Base §3.1.3.1); with 0 there would be no room for a command, ever."""
+    peer.capabilities = 1 << 24
+    assert isinstance(read(transport, bytearray(SIZE)).error, ProtocolError)
+    peer.capabilities = 1 | 1 << 24
+    works(peer, transport)
+
+
 def test_silence_ends_at_the_deadline(peer: Peer, transport: NvmeTcpTransport) -> None:
     peer.lie = lambda link, command: None
     start = time.monotonic()
