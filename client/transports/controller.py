@@ -192,13 +192,10 @@ class Controller:
             if admin is None or admin.closed:
                 self._dead = True
                 raise ProtocolError("the admin queue is closed")
-            before = admin.in_flight
             try:
                 return admin.execute(command, deadline_ms, read_bytes=read_bytes)[1]
             except ForebayError:
-                if admin.in_flight > before:  # the connection failed, or nothing came back: not a status
-                    self._dead = True
-                    admin.close()
+                self._dead |= admin.closed
                 raise
         finally:
             self._lock.release()

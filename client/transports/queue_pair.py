@@ -115,7 +115,8 @@ class QueuePair:
     ) -> tuple[Completion, bytearray]:
         """Run one command to its end; ``command.cid`` is replaced. Returns the completion and the data it read.
 
-        Raises what `error_of` makes of a bad status, too; the connection is good after that.
+        Raises what `error_of` makes of a bad status, and the connection is good after that; every other error closes
+        it, one that came right behind the answer too.
         """
         cid = self._free.pop()
         into = bytearray(read_bytes)
@@ -125,7 +126,11 @@ class QueuePair:
         self.bytes_in_flight += read_bytes
         self._admin[cid] = None
         self._out += self._codec.send_command(command._replace(cid=cid), data=data, read_bytes=read_bytes)
-        self._drive(deadline_ms, lambda: cid not in self._open)
+        try:
+            self._drive(deadline_ms, lambda: cid not in self._open)
+        except ForebayError:
+            self.close()
+            raise
         completion = self._admin.pop(cid)
         if request.error is not None:
             raise request.error

@@ -27,7 +27,7 @@ from forebay.errors import (
 )
 from forebay.nvmetcp import pdu
 from forebay.nvmetcp.command import Command
-from forebay.nvmetcp.spec import DNR, FatalError, PduType, Status
+from forebay.nvmetcp.spec import DNR, AdminOpcode, FatalError, PduType, Status
 from tests.client.conftest import eventually, new_host, now_ms
 from tests.client.peer import NGUID, NQN, Link, Peer, truth
 
@@ -399,6 +399,28 @@ def test_a_media_error_spoils_no_neighbour(peer: Peer, transport: NvmeTcpTranspo
         crc32c(peer.volume[i * 4096 : (i + 1) * 4096], 5) for i in range(8) if i != 3
     ]
     assert commands == [8] + [1] * 8
+
+
+def test_an_admin_queue_that_ends_right_behind_its_answer(peer: Peer) -> None:
+    """Answer and end are read in one go, or not: either way the association is over, and the next call makes another."""
+    answer = Link.admin
+
+    def answer_and_end(link: Link, command: Command) -> None:
+        answer(link, command)
+        if command.opcode == AdminOpcode.IDENTIFY and command.nsid:
+            link.sock.shutdown(socket.SHUT_RDWR)
+
+    transport = transport_to(peer, connections=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Link, "admin", answer_and_end)
+        into = bytearray(SIZE)
+        for _ in range(30):
+            for nsid in (1, 2):
+                op = ReadOp(nsid, 0, (Segment(memoryview(into), len(into)),))
+                (outcome,) = transport.read([op], now_ms() + LONG_MS)
+                assert isinstance(outcome.error, ForebayError | None)
+    works(peer, transport)
+    transport.close()
 
 
 # --- writes ---
