@@ -17,6 +17,7 @@ from forebay.appliance.dataplane.target.private_methods import PrivateMethods
 from forebay.appliance.dataplane.target.rpc import Method, Params, RpcServer
 from forebay.appliance.dataplane.target.server import Server
 from forebay.appliance.log import FORMATS, LEVELS, set_up
+from forebay.appliance.open_files import raise_open_files
 from forebay.errors import ConfigInvalid
 
 __all__ = ["main"]
@@ -55,7 +56,13 @@ def main(argv: list[str] | None = None) -> int:
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it outlives the terminal of whoever started it
+    raise_open_files()
     server = Server(limits)
+    if server.most_connections < limits.max_connections:
+        log.warning(
+            "the limit of open files allows %d connections of %d: raise it (ulimit -n, LimitNOFILE)",
+            *(server.most_connections, limits.max_connections),
+        )
     methods = {**BdevMethods(server).table(), **NvmfMethods(server).table(), **PrivateMethods(server).table()}
     methods["rpc_get_methods"] = Method(lambda params: _names(params, methods))
     try:

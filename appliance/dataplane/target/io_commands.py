@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from forebay.appliance.dataplane.target.buffers import BufferPool
 from forebay.appliance.dataplane.target.controller import Controller
 from forebay.appliance.dataplane.target.identify import MAX_DATASET_RANGES
 from forebay.appliance.dataplane.target.limits import TargetLimits
 from forebay.appliance.dataplane.target.stream import Stream
 from forebay.appliance.dataplane.target.subsystems import Namespace
-from forebay.appliance.dataplane.target.volume import IoTally, Volume, aligned_buffers
+from forebay.appliance.dataplane.target.volume import IoTally, Volume
 from forebay.ids import LBA_BYTES
 from forebay.nvmetcp import spec
 from forebay.nvmetcp.command import Command
@@ -70,18 +71,19 @@ class _OpenWrite:
 class IoCommands:
     """Runs a queue's I/O commands, in its thread. `serve` a controller once Connect has said whose queue this is."""
 
-    def __init__(self, queue: Queue, stream: Stream, limits: TargetLimits, grants: GrantTable) -> None:
+    def __init__(
+        self, queue: Queue, stream: Stream, limits: TargetLimits, grants: GrantTable, buffers: BufferPool
+    ) -> None:
         self._queue = queue
         self._stream = stream
         self._conn = stream.conn
         self._limits = limits
         self._grants = grants
+        self._buffers = buffers
         self._controller: Controller | None = None
         self._entries = 0
         self._writes: dict[int, _OpenWrite] = {}  # by cid, which is also the R2T's tag
         self._waiting: deque[_OpenWrite] = deque()
-        self._spare: list[memoryview] = []
-        self._read_buffer: memoryview | None = None
         self._tallies: dict[Volume, IoTally] = {}
 
     def serve(self, controller: Controller, entries: int) -> None:
@@ -90,7 +92,10 @@ class IoCommands:
         self._entries = entries
 
     def close(self) -> None:
-        """The queue ends; what it counted stays."""
+        """The queue ends; what it counted stays, and its buffers go back."""
+        for write in self._writes.values():
+            self._buffers.give(write.buffer)
+        self._writes.clear()
         for volume, tally in self._tallies.items():
             volume.close_tally(tally)
 
@@ -225,11 +230,18 @@ class IoCommands:
 
     def _read_in_chunks(self, command: Command, volume: Volume, offset_bytes: int, length_bytes: int) -> None:
         """Disk and socket in turn, a PDU for each chunk, so that an error of the drive can still be told."""
-        if self._read_buffer is None:
-            self._read_buffer = self._buffer()
+        buffer = self._buffers.take()
+        try:
+            self._read_by(buffer, command, volume, offset_bytes, length_bytes)
+        finally:
+            self._buffers.give(buffer)
+
+    def _read_by(
+        self, buffer: memoryview, command: Command, volume: Volume, offset_bytes: int, length_bytes: int
+    ) -> None:
         done = 0
         while done < length_bytes:
-            chunk = self._read_buffer[: min(self._limits.chunk_bytes, length_bytes - done)]
+            chunk = buffer[: min(self._limits.chunk_bytes, length_bytes - done)]
             try:
                 volume.read_into(chunk, offset_bytes + done)
             except OSError as error:
@@ -247,14 +259,11 @@ class IoCommands:
 
     def drain(self) -> None:
         """Throw the current payload away."""
-        scratch = self._buffer()
-        self._stream.drain(scratch)
-        self._spare.append(scratch)
-
-    def _buffer(self) -> memoryview:
-        if not self._spare:
-            self._spare = aligned_buffers(self._limits.chunk_bytes)
-        return self._spare.pop()
+        scratch = self._buffers.take()
+        try:
+            self._stream.drain(scratch)
+        finally:
+            self._buffers.give(scratch)
 
     def in_capsule(self, command: Command, length_bytes: int) -> bool:
         """Run a command whose data is in its capsule; False, with nothing done, if it is none that takes data."""
@@ -268,14 +277,16 @@ class IoCommands:
         if namespace is None:
             self.drain()
         else:
-            buffer = self._buffer()
-            if self._stream.receive(buffer[:length_bytes]):
-                status = self._consume(command, namespace, 0, buffer[:length_bytes])
-                if status == Status.SUCCESS:
-                    status = self._finish(command, namespace)
-            else:
-                status = Status.TRANSIENT_TRANSPORT_ERROR
-            self._spare.append(buffer)
+            buffer = self._buffers.take()
+            try:
+                if self._stream.receive(buffer[:length_bytes]):
+                    status = self._consume(command, namespace, 0, buffer[:length_bytes])
+                    if status == Status.SUCCESS:
+                        status = self._finish(command, namespace)
+                else:
+                    status = Status.TRANSIENT_TRANSPORT_ERROR
+            finally:
+                self._buffers.give(buffer)
         self._queue.respond(command, status)
         return True
 
@@ -312,9 +323,13 @@ class IoCommands:
         """Open R2Ts as long as there is a buffer for what they bring."""
         pieces: list[Buffer] = []
         while self._waiting and len(self._writes) < self._limits.open_writes:
+            # The first is the queue's own; others are a help to those that write much, as long as memory is there.
+            buffer = self._buffers.take_more() if self._writes else self._buffers.take()
+            if buffer is None:
+                break
             write = self._waiting.popleft()
             cid = write.command.cid
-            write.buffer = self._buffer()
+            write.buffer = buffer
             self._writes[cid] = write
             pieces.append(self._conn.send_r2t(cid, cid, 0, write.length_bytes))
         if pieces:
@@ -338,7 +353,7 @@ class IoCommands:
                 write.filled_bytes = 0
         if write.at_bytes == write.length_bytes:
             del self._writes[tag]
-            self._spare.append(write.buffer)
+            self._buffers.give(write.buffer)
             if write.status == Status.SUCCESS:
                 write.status = self._finish(write.command, write.namespace)
             self._queue.respond(write.command, write.status)

@@ -15,12 +15,13 @@ __all__ = ["TargetLimits"]
 class TargetLimits:
     """What the target admits. Raises `ConfigInvalid` for values that do not make sense.
 
-    One connection holds at most `open_writes` + 1 buffers of `chunk_bytes`, so that the memory of all is bounded by
-    `max_connections` times that.
+    A connection that does nothing holds no buffer. One that does holds two of `chunk_bytes` at most, and up to
+    `open_writes` + 1 as long as all together hold less than `buffer_bytes`.
     """
 
     max_connections: int = 1024
-    """Transport connections (queues) of all hosts together; one above is closed as soon as it is accepted."""
+    """Transport connections (queues) of all hosts together, if the process may open so many files; the Connect of one
+    above is answered Controller Busy, or its socket closed at once while many are."""
     max_queue_depth: int = 128
     """Entries of a submission queue (CAP.MQES, MAXCMD)."""
     max_io_queues: int = 16
@@ -33,6 +34,8 @@ class TargetLimits:
     """Data of one H2CData PDU (MAXH2CDATA)."""
     chunk_bytes: int = 1 << 20
     """Media and socket alternate in pieces of this size where data passes through a buffer."""
+    buffer_bytes: int = 256 << 20
+    """Buffers that are kept for the next command, and beyond which a connection has no more than it needs to get on."""
     open_writes: int = 3
     """Writes of one queue that may hold a buffer, each with its R2T open; further ones wait for their R2T."""
     io_timeout_s: float = 30.0
@@ -40,7 +43,7 @@ class TargetLimits:
     digests: int = 3
     """Digests that a host may have: 1 of headers, 2 of data, 3 both, 0 none."""
     connect_timeout_s: float = 10.0
-    """A new connection has so long to send what comes next before its Connect command."""
+    """A new connection has so long, all in all, until its Connect command is here."""
 
     def __post_init__(self) -> None:
         for name in ("in_capsule_bytes", "max_command_bytes", "max_h2c_data_bytes", "chunk_bytes"):
@@ -54,6 +57,7 @@ class TargetLimits:
             "in_capsule_bytes": (0, 1 << 20),
             "max_h2c_data_bytes": (MIN_MAX_H2C_DATA_BYTES, 1 << 30),
             "chunk_bytes": (LBA_BYTES, 64 << 20),
+            "buffer_bytes": (LBA_BYTES, 1 << 40),
             "open_writes": (1, 128),
             "digests": (0, 3),
             "io_timeout_s": (0.01, 3600),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from threading import Event as Flag
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Final
@@ -40,10 +41,20 @@ class Queue:
     """A queue from accept to close. `start` it; `cut` ends it from any thread; `ended` is set when it has ended."""
 
     def __init__(
-        self, server: Server, sock: socket.socket, listener: ListenAddress, peer: str, limits: TargetLimits
+        self,
+        server: Server,
+        sock: socket.socket,
+        listener: ListenAddress,
+        peer: str,
+        limits: TargetLimits,
+        *,
+        refused: bool = False,
     ) -> None:
         self.listener = listener
         self.peer = peer
+        self.refused = refused
+        """It is one too many: its Connect is answered so, and that is its end."""
+        self.accepted_s = time.monotonic()
         self.controller: Controller | None = None
         self.qid = 0
         self.ended = Flag()
@@ -61,7 +72,7 @@ class Queue:
             data_digest=bool(limits.digests & 2),
         )
         self._stream = Stream(sock, self._conn)
-        self._io = IoCommands(self, self._stream, limits, server.grants)
+        self._io = IoCommands(self, self._stream, limits, server.grants, server.buffers)
         self._sending = Lock()
         """Of an admin queue, where other threads send events between this thread's answers."""
         self._over = False
@@ -129,8 +140,8 @@ class Queue:
         if isinstance(event, DataStart):
             if event.tag is None:
                 self._in_capsule_data(event.length_bytes)
-            else:
-                self._io.data(event.tag)
+                return self.refused
+            self._io.data(event.tag)
         elif isinstance(event, ICReqReceived):
             self._stream.send(self._conn.send_ic_resp())
         elif isinstance(event, TermReceived):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from threading import Event, RLock, Thread
 from typing import Final
 from uuid import uuid4
 
+from forebay.appliance.dataplane.target.buffers import BufferPool
 from forebay.appliance.dataplane.target.controller import Controller, DiscoveryController
 from forebay.appliance.dataplane.target.discovery import DiscoveryLog
 from forebay.appliance.dataplane.target.grants import GrantTable
@@ -38,6 +40,13 @@ log = logging.getLogger(__name__)
 
 _BACKLOG: Final = 512
 _KEEP_ALIVE_CHECK_S: Final = 0.1
+_RESERVED_DESCRIPTORS: Final = 64
+"""Of files that the process may open, what is not for connections: log, control sockets, what a library opens."""
+_DESCRIPTORS_PER_VOLUME: Final = 2
+_MAX_REFUSALS: Final = 32
+"""Connections above the limit that are told so at a time; what comes beside them is closed without a word."""
+_REFUSED_LOG_S: Final = 10.0
+"""How often refusals are logged, all of them in one line."""
 _QUIESCE_POLL_S: Final = 0.001
 _QUIESCE_PATIENCE_S: Final = 2.0
 """How long a command may go on with a namespace that is being taken away before its connection is cut."""
@@ -50,7 +59,14 @@ def _error(code: int) -> OSError:
 class _Portal:
     """A listening socket and its thread; several subsystems may share it."""
 
-    def __init__(self, family: str, address: str, port: int, accept: Callable[[socket.socket, _Portal], None]) -> None:
+    def __init__(
+        self,
+        family: str,
+        address: str,
+        port: int,
+        accept: Callable[[socket.socket, _Portal], None],
+        refused: Callable[[str], None],
+    ) -> None:
         kind = socket.AF_INET6 if family == "IPv6" else socket.AF_INET
         self._sock = socket.socket(kind, socket.SOCK_STREAM)
         try:
@@ -61,7 +77,10 @@ class _Portal:
             self._sock.close()
             raise
         self.address = ListenAddress(family, address, self._sock.getsockname()[1])
+        # Given up to close a connection for which there is no other descriptor: it would wait for an answer else.
+        self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._accept = accept
+        self._refused = refused
         self._closed = False
         self._thread = Thread(target=self._run, name=f"portal {address}:{self.address.port}", daemon=True)
         self._thread.start()
@@ -72,10 +91,26 @@ class _Portal:
                 sock, _ = self._sock.accept()
             except OSError as error:
                 if not self._closed:
-                    log.error("accept on %s port %d: %s", self.address.address, self.address.port, error)
-                    time.sleep(0.05)  # out of descriptors, most likely: give those that are open time to end
+                    if error.errno in (errno.EMFILE, errno.ENFILE):
+                        self._turn_away()
+                    else:
+                        log.error("accept on %s port %d: %s", self.address.address, self.address.port, error)
+                    time.sleep(0.05)  # whatever it is, it will not be gone at once
                 continue
             self._accept(sock, self)
+
+    def _turn_away(self) -> None:
+        """Close the connection that waits to be accepted: the process may open no more files."""
+        self._refused("the process may open no more files")
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            os.close(spare)
+        self._sock.settimeout(0)
+        with suppress(OSError):  # another thread was faster with the descriptor
+            self._sock.accept()[0].close()
+        self._sock.settimeout(None)
+        with suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
         """Stop listening; returns when the thread has ended."""
@@ -84,6 +119,8 @@ class _Portal:
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes accept
         self._thread.join()
         self._sock.close()
+        if self._spare is not None:
+            os.close(self._spare)
 
 
 class Server:
@@ -93,6 +130,7 @@ class Server:
         self.limits = limits or TargetLimits()
         self.boot_id = str(uuid4())
         self.grants = GrantTable()
+        self.buffers = BufferPool(self.limits.chunk_bytes, self.limits.buffer_bytes)
         self.lock = RLock()
         """Guards every change below, and controllers' `queues` and `closing`."""
         self.volumes: dict[str, Volume] = {}
@@ -100,6 +138,11 @@ class Server:
         self.transport_created = False
         self.controllers: set[Controller] = set()
         self.queues: set[Queue] = set()
+        """Those that are served, and up to `_MAX_REFUSALS` that wait to be told that they are not."""
+        self._refusals = 0
+        self._refusals_unsaid = 0
+        self._refusals_said_s = -_REFUSED_LOG_S
+        self._descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.counts = {"admin_qpairs": 0, "io_qpairs": 0, "completed_nvme_io": 0, "refused_connections": 0}
         self.discovery = Subsystem(
             spec.DISCOVERY_NQN,
@@ -136,24 +179,43 @@ class Server:
 
     def _accept(self, sock: socket.socket, portal: _Portal) -> None:
         with self.lock:
-            if len(self.queues) >= self.limits.max_connections or self._stopping.is_set():
-                self.counts["refused_connections"] += 1
-                log.warning("a connection above the limit of %d was closed", self.limits.max_connections)
+            most = self.most_connections
+            refused = len(self.queues) - self._refusals >= most
+            if refused:
+                self._refused(f"{most} connections are open, which is the limit")
+            if self._stopping.is_set() or (refused and self._refusals >= _MAX_REFUSALS):
                 sock.close()
                 return
             try:
                 host, port = sock.getpeername()[:2]
-                queue = Queue(self, sock, portal.address, f"{host}:{port}", self.limits)
+                queue = Queue(self, sock, portal.address, f"{host}:{port}", self.limits, refused=refused)
             except OSError:
                 sock.close()  # gone already
                 return
             self.queues.add(queue)
+            self._refusals += refused
             try:
                 queue.start()
             except RuntimeError as error:
-                log.error("no thread for a connection: %s", error)
+                self._refused(f"no thread for it: {error}")
                 self.queues.discard(queue)
+                self._refusals -= refused
                 sock.close()
+
+    @property
+    def most_connections(self) -> int:
+        """Connections that are served at a time: as configured, and as many as there can be descriptors for."""
+        others = _RESERVED_DESCRIPTORS + _DESCRIPTORS_PER_VOLUME * len(self.volumes)
+        return max(1, min(self.limits.max_connections, self._descriptors - others))
+
+    def _refused(self, why: str) -> None:
+        """Count a connection that is not served, and say so now and then."""
+        with self.lock:
+            self.counts["refused_connections"] += 1
+            self._refusals_unsaid += 1
+            if time.monotonic() - self._refusals_said_s >= _REFUSED_LOG_S:
+                log.warning("%d connections were refused: %s", self._refusals_unsaid, why)
+                self._refusals_said_s, self._refusals_unsaid = time.monotonic(), 0
 
     def associate(self, queue: Queue, command: Command, data: ConnectData) -> tuple[int, int]:
         """Connect (Base §6.3): bind a queue to a new controller (queue 0) or to one of this host.
@@ -171,6 +233,8 @@ class Server:
             return bad, in_data | spec.CONNECT_DATA.offset_bytes("hostnqn")
         if not 2 <= entries <= self.limits.max_queue_depth:
             return bad, 44
+        if queue.refused:
+            return Status.CONNECT_CONTROLLER_BUSY, 0
         with self.lock:
             subsystem = self._subsystem_at(data.subsystem_nqn, queue.listener)
             if subsystem is None:
@@ -248,6 +312,7 @@ class Server:
         """Called by a queue's thread as its last act: it touches nothing any more."""
         with self.lock:
             self.queues.discard(queue)
+            self._refusals -= queue.refused
             self.counts["completed_nvme_io"] += queue.commands
             controller = queue.controller
             if controller is None:
@@ -291,7 +356,12 @@ class Server:
 
     def _watch_keep_alive(self) -> None:
         while not self._stopping.wait(_KEEP_ALIVE_CHECK_S):
+            now_s = time.monotonic()
             with self.lock:
+                for queue in self.queues:
+                    if queue.controller is None and now_s - queue.accepted_s > self.limits.connect_timeout_s:
+                        log.info("%s: no Connect within %g s", queue.peer, self.limits.connect_timeout_s)
+                        queue.cut()
                 late = [one for one in self.controllers if not one.closing and one.expired()]
                 for controller in late:
                     log.warning("controller %d of %s: keep-alive time-out", controller.cntlid, controller.host.nqn)
@@ -470,7 +540,7 @@ class Server:
                 raise _error(errno.EEXIST)
             portal = self._portals.get(wanted)
             if portal is None:
-                portal = _Portal(family, address, port, self._accept)
+                portal = _Portal(family, address, port, self._accept, self._refused)
                 self._portals[portal.address] = portal
             subsystem.listeners.add(portal.address)
             self.discovery_changed()

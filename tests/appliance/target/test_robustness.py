@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,9 @@ from forebay.appliance.dataplane.target.limits import TargetLimits
 from forebay.clock import ManualClock
 from forebay.errors import ConfigInvalid
 from forebay.nvmetcp import command, pdu
-from forebay.nvmetcp.spec import FatalError
-from tests.appliance.target.conftest import LIMITS, Rig, eventually
+from forebay.nvmetcp.events import R2TReceived
+from forebay.nvmetcp.spec import FatalError, Status
+from tests.appliance.target.conftest import LIMITS, NQN, Rig, eventually
 from tests.appliance.target.host import Gone, RawHost
 
 
@@ -155,13 +157,87 @@ def test_a_dead_host_leaves_nothing_behind(rig: Rig) -> None:
     assert rig.server.grants.revoke([1]) == 1
 
 
-def test_connections_above_the_limit_are_closed(quick_rig: Rig) -> None:
+def test_connections_above_the_limit_are_told_so(quick_rig: Rig) -> None:  # Fabrics: Connect, Controller Busy
     with quick_rig.attach(queues=4) as host, RawHost(quick_rig.port).initialize():
-        with RawHost(quick_rig.port) as extra, pytest.raises(Gone):
-            extra.initialize()
+        for _ in range(2):
+            with RawHost(quick_rig.port).initialize() as extra:
+                assert extra.connect(NQN).status == Status.CONNECT_CONTROLLER_BUSY  # which may be tried again
+                assert extra.gone() is None
         assert host.io[0].read(0, 1)[0].status == 0
     eventually(lambda: not quick_rig.server.queues, "all are gone")
+    assert quick_rig.server.counts["refused_connections"] == 2
     quick_rig.attach(queues=1).close()
+
+
+def test_a_flood_of_connections_is_closed_unheard(quick_rig: Rig) -> None:
+    """Those that are told cost a thread each, so there is a bound to them too."""
+    with quick_rig.attach(queues=4) as host:
+        flood = [RawHost(quick_rig.port) for _ in range(100)]
+        try:
+            eventually(lambda: quick_rig.server.counts["refused_connections"] == 99, "all were looked at")
+            assert len(quick_rig.server.queues) == 6 + 32
+            with pytest.raises(Gone):
+                flood[-1].initialize()
+            assert host.io[0].read(0, 1)[0].status == 0
+        finally:
+            for one in flood:
+                one.sock.close()
+    eventually(lambda: not quick_rig.server.queues, "all are gone")
+    with quick_rig.attach(queues=4) as host:
+        assert host.io[3].read(0, 1)[0].status == 0
+
+
+@pytest.mark.parametrize("part", ["connection", "capsule"])
+def test_who_comes_byte_by_byte_has_a_limit_for_all(quick_rig: Rig, part: str) -> None:
+    """Each byte in time is not enough: the Connect command must be here by then."""
+    with RawHost(quick_rig.port) as slow, quick_rig.attach() as host:
+        if part == "connection":
+            raw = b"".join(bytes(piece) for piece in slow.conn.send_ic_req())
+        else:
+            slow.initialize()
+            raw = pdu.capsule_cmd_header(command.connect(1, 0, 32), 1024) + bytes(1024)
+        ended = False
+        for at in range(len(raw)):
+            try:
+                slow.sock.sendall(raw[at : at + 1])
+            except ConnectionError:
+                ended = True
+                break
+            time.sleep(0.1)  # well within the time for one receive
+        assert ended
+        assert host.io[0].read(0, 1)[0].status == 0
+
+
+def test_only_commands_under_way_hold_buffers(tmp_path: Path) -> None:
+    """Memory goes by what is under way, not by the connections that there are or were."""
+    rig = Rig(tmp_path, replace(LIMITS, buffer_bytes=4 << 20))
+    pool = rig.server.buffers
+    rig.grant(1, 0, 2048)
+    with rig.attach(queues=4) as host, rig.attach(queues=4) as other:
+        for queue in (*host.io, *other.io):
+            assert queue.read(0, 256)[0].status == 0
+            assert queue.write(0, bytes(1 << 20)).status == 0
+            assert queue.write(0, bytes(4096), in_capsule=True).status == 0
+        assert pool.lent_bytes == 0
+        writes = [(queue, [queue.start_write(0, 1 << 20)]) for queue in (*host.io, *other.io)]
+        assert pool.lent_bytes == 8 << 20, "each queue has what it needs, though that is more than the pool keeps"
+        queue, r2ts = writes[0]
+        more = command.write(queue.next_cid(), 1, 256, 256)
+        queue.send(queue.conn.send_command(more, write_bytes=1 << 20))
+        assert queue.read(0, 256)[0].status == 0, "a further write waits, and holds up nothing"
+        assert pool.lent_bytes == 8 << 20
+        queue.send(queue.conn.send_h2c_data(r2ts[0], [bytes(1 << 20)]))
+        assert queue.finish().status == 0
+        r2ts[0] = queue.expect(R2TReceived)  # its turn
+        for queue, (r2t,) in writes:
+            queue.send(queue.conn.send_h2c_data(r2t, [bytes(1 << 20)]))
+            assert queue.finish().status == 0
+        assert pool.lent_bytes == 0
+        host.io[0].start_write(0, 1 << 20)
+        assert pool.lent_bytes == 1 << 20
+    eventually(lambda: not rig.server.queues, "all are gone")
+    assert pool.lent_bytes == 0
+    rig.server.close()
 
 
 def test_keep_alive(tmp_path: Path) -> None:  # Base §3.9
