@@ -386,6 +386,7 @@ class Administration:
                 "fencing": flags.fencing,
                 "barrier": flags.barrier,
                 "per_host_visibility": flags.per_host_visibility,
+                "seal": flags.seal,
             }
             can = tuple(name for name, there in named.items() if there)
             traffic, moves = await engine.target.io_stats(), await engine.target.volume_io()

@@ -84,6 +84,7 @@ class EmbeddedTarget(Target):
         self._port = port
         self._limits = limits or TransportLimits()
         self._volumes: dict[VolumeId, VolumeSpec] = {}
+        self._capabilities: Capabilities | None = None  # of the process that answers now
         self._shape = asyncio.Lock()  # one change of subsystems at a time: each is a look followed by an act
 
     def subsystem_nqn(self, tenant: str) -> str:
@@ -94,17 +95,19 @@ class EmbeddedTarget(Target):
         found = await self._rpc.call("forebay_get_info")
         try:
             flags = found["capabilities"]
+            self._capabilities = Capabilities(
+                fencing=bool(flags["fencing"]),
+                barrier=bool(flags["barrier"]),
+                per_host_visibility=bool(flags["per_host_visibility"]),
+                qos=bool(flags.get("qos", False)),
+                seal=bool(flags.get("seal", False)),
+            )
             return TargetInfo(
                 kind="embedded",
                 version=str(found["version"]),
                 pid=int(found["pid"]),
                 boot_id=str(found["boot_id"]),
-                capabilities=Capabilities(
-                    fencing=bool(flags["fencing"]),
-                    barrier=bool(flags["barrier"]),
-                    per_host_visibility=bool(flags["per_host_visibility"]),
-                    qos=bool(flags.get("qos", False)),
-                ),
+                capabilities=self._capabilities,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"forebay_get_info: {error!r} in the answer") from error
@@ -176,6 +179,7 @@ class EmbeddedTarget(Target):
             await self._drop_if_empty(nqn)
 
     async def reconcile(self, volumes: Sequence[VolumeSpec], hosts: Sequence[HostView]) -> list[str]:
+        self._capabilities = None  # a target that has to be told everything may be another one
         # One look at everything, then calls for the differences alone: thousands of hosts cost what few do.
         wanted = {(self.subsystem_nqn(spec.tenant), spec.nsid): spec for spec in volumes}
         views = {(self.subsystem_nqn(view.tenant), view.host.nqn): view for view in hosts}
@@ -271,11 +275,21 @@ class EmbeddedTarget(Target):
             await self._rpc.call("forebay_grants_revoke", {"ids": part})
 
     async def barrier(self, volume: VolumeSpec) -> Barrier:
-        found = await self._rpc.call("forebay_barrier", {"name": volume.bdev})
+        return await self._barrier("forebay_barrier", {"name": volume.bdev})
+
+    async def seal(self, grants: Sequence[GrantId], volume: VolumeSpec) -> Barrier:
+        capabilities = self._capabilities or (await self.info()).capabilities
+        if not capabilities.seal:  # a target that an older daemon started, and that goes on running
+            return await super().seal(grants, volume)
+        await self.revoke(grants[BATCH:])
+        return await self._barrier("forebay_seal", {"ids": list(grants[:BATCH]), "name": volume.bdev})
+
+    async def _barrier(self, method: str, params: dict[str, Any]) -> Barrier:
+        found = await self._rpc.call(method, params)
         try:
             return Barrier(found["result"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"forebay_barrier: {found!r} is not an answer") from error
+            raise ProtocolError(f"{method}: {found!r} is not an answer") from error
 
     async def prepare_region(self, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
         values = {"name": volume.bdev, "offset_bytes": offset_bytes, "length_bytes": length_bytes}
@@ -308,6 +322,14 @@ class EmbeddedTarget(Target):
                 int(sum(one["write_latency_ticks"] for one in bdevs) / ticks_per_us),
             )
         except (KeyError, TypeError, ZeroDivisionError) as error:
+            raise ProtocolError(f"bdev_get_iostat: {error!r} in the answer") from error
+
+    async def volume_errors(self) -> dict[VolumeId, int]:
+        found = await self._rpc.call("bdev_get_iostat")
+        try:
+            errors = {one["name"]: int(one["io_error"].get("failed", 0)) for one in found["bdevs"]}
+            return {volume: errors[spec.bdev] for volume, spec in self._volumes.items() if spec.bdev in errors}
+        except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"bdev_get_iostat: {error!r} in the answer") from error
 
     async def volume_io(self) -> dict[VolumeId, str]:

@@ -45,6 +45,8 @@ class Capabilities:
     """`Target.barrier` can answer `Barrier.FLUSHED`."""
     per_host_visibility: bool
     qos: bool = False
+    seal: bool = False
+    """`Target.seal` is one exchange; without, it is `Target.revoke` and then `Target.barrier`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,14 @@ class Target(ABC):
     async def barrier(self, volume: VolumeSpec) -> Barrier:
         """Make what was written to the volume so far stable."""
 
+    async def seal(self, grants: Sequence[GrantId], volume: VolumeSpec) -> Barrier:
+        """`revoke`, and when no write under the grants can reach media any more, `barrier` of their volume.
+
+        After an error nobody knows which of the two was done.
+        """
+        await self.revoke(grants)
+        return await self.barrier(volume)
+
     @abstractmethod
     async def prepare_region(self, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
         """Reserve a region and make it read as zeros. Raises `NoSpace`."""
@@ -189,6 +199,10 @@ class Target(ABC):
     @abstractmethod
     async def io_stats(self) -> IoStats:
         """What the target has read and written so far."""
+
+    async def volume_errors(self) -> dict[VolumeId, int]:
+        """How often each volume's drive refused or failed something. Empty if a target does not tell."""
+        return {}
 
     async def volume_io(self) -> dict[VolumeId, str]:
         """How each volume's bytes are moved: ``direct``, ``buffered`` or ``mmap``. Empty if a target does not tell."""

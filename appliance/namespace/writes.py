@@ -6,7 +6,7 @@ write       moved by                                          next
 allocating  Allocate reserved the key and looks for room      writing (extent and grants there), or gone (no room)
 writing     ranks on the grant's hosts write, commit tiles    committing (last tile committed); fencing (abort,
                                                               deadline, session's end)
-committing  grant revoked, barrier, record durable            visible; writing again if the target or metadata failed
+committing  grant sealed (revoked, barrier), record durable   visible; writing again if the target or metadata failed
 fencing     grant revoked; every host of it torn down that    free
             has not reported all its commands complete
 =========== ================================================= =========================================================
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ import cbor2
 import numpy as np
 
 from forebay.appliance.dataplane.extents import slot_class_bytes
-from forebay.appliance.dataplane.interface import Barrier, WriteGrant
+from forebay.appliance.dataplane.interface import Barrier, Target, VolumeSpec, WriteGrant
 from forebay.appliance.namespace.blocks import Blocks, Engine, owner_key
 from forebay.appliance.namespace.records import FLUSHED, Durability, Record
 from forebay.appliance.namespace.room import Room
@@ -87,7 +87,7 @@ class Writes:
         self._by_digest: dict[bytes, PendingWrite] = {}
         self._next_grant = 1
         self._last_tag = 0
-        self._barriers: dict[VolumeId, _SharedBarrier] = {}
+        self._seals: dict[VolumeId, _SharedSeal] = {}
         self._replaying = asyncio.Lock()
 
     def __len__(self) -> int:
@@ -111,9 +111,13 @@ class Writes:
 
     async def _close_grants(self, writes: Sequence[PendingWrite]) -> None:
         """Revoke the grants of writes that have left the state in which a replay takes them for live."""
+        await self._replayed()
+        await self._e.target.revoke(_grants(writes))
+
+    async def _replayed(self) -> None:
+        """Let a replay end that saw writes as live: it would open their grants after they were revoked, for ever."""
         async with self._replaying:
-            pass  # a replay that saw them before would open them again after us, for ever
-        await self._e.target.revoke([w.grant for w in writes if w.grant is not None])
+            pass
 
     def _live_grants(self) -> list[WriteGrant]:
         return [
@@ -333,13 +337,12 @@ class Writes:
     async def _commit_group(self, policy: Durability, group: list[PendingWrite]) -> int:
         e = self._e
         crash_point("commit.before_revoke")
-        await self._close_grants(group)
         extents = {w.write_id: cast(Extent, w.extent) for w in group}
         flushed: set[VolumeId] = set()
         if policy is Durability.FLUSH:
-            for volume in sorted({x.volume for x in extents.values()}):
-                if await self._barrier(volume) is Barrier.FLUSHED:
-                    flushed.add(volume)
+            flushed = await self._seal(group)
+        else:
+            await self._close_grants(group)
         crash_point("commit.after_data_before_metadata")
         try:
             self._blocks.admit(group[0].session)
@@ -407,13 +410,20 @@ class Writes:
         e.counters["committed_bytes"] += sum(r.value_bytes for r in records)
         e.waiters.wake([w.digest for w in group], OK)
 
-    async def _barrier(self, volume: VolumeId) -> Barrier:
-        """A barrier shared by all who ask while one runs: the next one covers them all."""
-        shared = self._barriers.get(volume)
-        if shared is None:
-            spec = self._e.space.specs[volume]
-            shared = self._barriers[volume] = _SharedBarrier(lambda: self._e.target.barrier(spec))
-        return await shared.wait()
+    async def _seal(self, group: Sequence[PendingWrite]) -> set[VolumeId]:
+        """Revoke the grants of writes and make what was written stable; the volumes of which that is known."""
+        await self._replayed()
+        by_volume: dict[VolumeId, list[PendingWrite]] = {}
+        for write in group:
+            by_volume.setdefault(cast(Extent, write.extent).volume, []).append(write)
+        flushed = set()
+        for volume, writes in sorted(by_volume.items()):
+            shared = self._seals.get(volume)
+            if shared is None:
+                shared = self._seals[volume] = _SharedSeal(self._e.target, self._e.space.specs[volume])
+            if await shared.wait(_grants(writes)) is Barrier.FLUSHED:
+                flushed.add(volume)
+        return flushed
 
     # ------------------------------------------------------------------------------------------------ taking back
 
@@ -495,15 +505,23 @@ def _check_tiles(write: PendingWrite, said: dict[int, int], sums: Sequence[TileS
             raise GridInvalid(f"row {row}: tile {tile.tile} was committed with another checksum", field="tiles")
 
 
-class _SharedBarrier:
-    """One barrier runs at a time; those who come meanwhile share the next, which starts after them."""
+def _grants(writes: Sequence[PendingWrite]) -> list[GrantId]:
+    return [w.grant for w in writes if w.grant is not None]
 
-    def __init__(self, run: Callable[[], Awaitable[Barrier]]) -> None:
-        self._run = run
+
+class _SharedSeal:
+    """One seal of a volume runs at a time; those who come meanwhile share the next, which starts after them."""
+
+    def __init__(self, target: Target, volume: VolumeSpec) -> None:
+        self._target = target
+        self._volume = volume
+        self._grants: list[GrantId] = []
         self._next: asyncio.Task[Barrier] | None = None
         self._lock = asyncio.Lock()
 
-    async def wait(self) -> Barrier:
+    async def wait(self, grants: Sequence[GrantId]) -> Barrier:
+        """Seal these with those of others; raises what the target raised, for all of them."""
+        self._grants += grants
         if self._next is None:
             self._next = asyncio.ensure_future(self._locked())
         return await asyncio.shield(self._next)
@@ -511,7 +529,8 @@ class _SharedBarrier:
     async def _locked(self) -> Barrier:
         async with self._lock:
             self._next = None  # who comes from here on needs a later one
-            return await self._run()
+            grants, self._grants = self._grants, []
+            return await self._target.seal(grants, self._volume)
 
 
 def encode_tail(describe: dict[str, Any], hints: dict[str, Any]) -> bytes:

@@ -82,8 +82,8 @@ class SimHost:
 class SimTarget(Target):
     """See the module. ``attempts`` counts writes by host and outcome: ``written | fenced | lost``."""
 
-    def __init__(self, *, fencing: bool = True, barrier: Barrier = Barrier.FLUSHED) -> None:
-        self.capabilities = Capabilities(fencing=fencing, barrier=True, per_host_visibility=True)
+    def __init__(self, *, fencing: bool = True, barrier: Barrier = Barrier.FLUSHED, seal: bool = True) -> None:
+        self.capabilities = Capabilities(fencing=fencing, barrier=True, per_host_visibility=True, seal=seal)
         self.barrier_result = barrier
         self.media: dict[VolumeId, mmap.mmap] = {}
         self.strict = True
@@ -331,6 +331,14 @@ class SimTarget(Target):
             self._unstable = [one for one in self._unstable if one[0] != volume.volume]
         self._leave("barrier")
         return self.barrier_result
+
+    async def seal(self, grants: Sequence[GrantId], volume: VolumeSpec) -> Barrier:
+        if not self.capabilities.seal:
+            return await super().seal(grants, volume)
+        await self._enter("seal")
+        found = await super().seal(grants, volume)  # so that it can be held, or fail, half-way
+        self._leave("seal")
+        return found
 
     async def prepare_region(self, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
         await self._enter("prepare_region")

@@ -37,7 +37,7 @@ from forebay.index import RowState
 from forebay.schema import Schema
 from tests.sim.rig import GRID, MIB, REGION, Rig, grid
 from tests.sim.running import on_loop
-from tests.sim.target import SimHost
+from tests.sim.target import SimHost, SimTarget
 
 OPAQUE = Schema.opaque()
 VALUE = bytes(range(256)) * 64  # 16 KiB: the grid's four tiles
@@ -289,9 +289,14 @@ async def test_a_region_whose_release_fails_is_neither_lost_nor_used(rig: Rig) -
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["not asked", "answer lost"])
-@pytest.mark.parametrize("method", ["grant", "revoke", "barrier"])
+@pytest.mark.parametrize(
+    ("method", "seal"),
+    [("grant", True), ("seal", True), ("revoke", True), ("barrier", True), ("revoke", False), ("barrier", False)],
+)
 @on_loop
-async def test_a_target_that_does_not_answer_loses_nothing(rig: Rig, method: str, done: bool) -> None:
+async def test_a_target_that_does_not_answer_loses_nothing(rig: Rig, method: str, seal: bool, done: bool) -> None:
+    """A target that seals may do half of it."""
+    rig.target = SimTarget(seal=seal)
     await rig.start()
     await rig.namespace()
     m = await rig.open()
@@ -313,8 +318,10 @@ async def test_a_target_that_does_not_answer_loses_nothing(rig: Rig, method: str
     rig.check()
 
 
+@pytest.mark.parametrize("seal", [True, False])
 @on_loop
-async def test_a_commit_may_be_tried_again_after_the_target_failed(rig: Rig) -> None:
+async def test_a_commit_may_be_tried_again_after_the_target_failed(rig: Rig, seal: bool) -> None:
+    rig.target = SimTarget(seal=seal)
     await rig.start()
     await rig.namespace()
     m = await rig.open()
@@ -326,6 +333,85 @@ async def test_a_commit_may_be_tried_again_after_the_target_failed(rig: Rig) -> 
     assert await rig.node.writes.commit(m.session, rows) == [Unavailable.code]
     assert await rig.node.writes.commit(m.session, rows) == [OK]
     assert await rig.get(m, b"k") == VALUE
+
+
+@pytest.mark.parametrize("seal", [True, False])
+@on_loop
+async def test_commits_that_come_while_one_is_sealed_share_the_next(rig: Rig, seal: bool) -> None:
+    """Two seals for five commits, and in each all grants are revoked before the barrier begins."""
+    rig.target = SimTarget(seal=seal)
+    await rig.start()
+    await rig.namespace()
+    m = await rig.open()
+    rows = await rig.allocate(m, *[b"%d" % i for i in range(5)])
+    for i, row in enumerate(rows):
+        assert row.extent is not None
+        rig.write(m, b"%d" % i, row.extent, VALUE)
+
+    def commit(i: int) -> asyncio.Future[list[int]]:
+        sums = rig.sums(m, b"%d" % i, rows[i].write_id, VALUE)
+        return asyncio.ensure_future(rig.node.writes.commit(m.session, [(rows[i].write_id, sums)]))
+
+    first, second = rig.target.hold("barrier"), rig.target.hold("barrier")
+    commits = [commit(0)]
+    await first.reached.wait()
+    assert len(rig.target.grants) == 4
+    commits += [commit(i) for i in range(1, 5)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(rig.target.grants) == 4, "the next seal begins when the first has ended"
+    first.open.set()
+    await second.reached.wait()
+    assert not rig.target.grants and rig.present(m, b"1", b"4") == [False, False]
+    second.open.set()
+    assert list(await asyncio.gather(*commits)) == [[OK]] * 5
+    assert (rig.target.calls["barrier"], rig.target.calls["seal"]) == (2, 2 if seal else 0)
+    for i in range(5):
+        assert await rig.get(m, b"%d" % i) == VALUE
+    rig.check()
+
+
+@on_loop
+async def test_a_seal_that_fails_is_the_outcome_of_all_who_shared_it_and_of_no_other(rig: Rig) -> None:
+    await rig.start()
+    await rig.namespace()
+    m = await rig.open()
+    rows = await rig.allocate(m, b"0", b"1", b"2")
+    for i, row in enumerate(rows):
+        assert row.extent is not None
+        rig.write(m, b"%d" % i, row.extent, VALUE)
+
+    def commit(i: int) -> asyncio.Future[list[int]]:
+        sums = rig.sums(m, b"%d" % i, rows[i].write_id, VALUE)
+        return asyncio.ensure_future(rig.node.writes.commit(m.session, [(rows[i].write_id, sums)]))
+
+    gate = rig.target.hold("barrier")
+    alone = commit(0)
+    await gate.reached.wait()
+    rig.target.fail("seal")
+    shared = [commit(1), commit(2)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    gate.open.set()
+    assert await alone == [OK]
+    assert list(await asyncio.gather(*shared)) == [[Unavailable.code]] * 2
+    assert rig.present(m, b"0", b"1", b"2") == [True, False, False]
+    assert list(await asyncio.gather(commit(1), commit(2))) == [[OK]] * 2
+    rig.check()
+
+
+@pytest.mark.parametrize("seal", [True, False])
+@on_loop
+async def test_a_block_whose_barrier_is_unknown_is_verified_after_an_unclean_stop(rig: Rig, seal: bool) -> None:
+    rig.target = SimTarget(seal=seal, barrier=Barrier.UNKNOWN)
+    await rig.start()
+    await rig.namespace()
+    m = await rig.open()
+    assert await rig.put(m, b"k", VALUE) == OK and not rig.target.grants
+    await rig.restart()
+    assert rig.node.recovered.suspects == 1
+    assert await rig.get(await rig.open(), b"k") == VALUE
+    assert rig.node.engine.counters["blocks_verified"] == 1
 
 
 @on_loop

@@ -421,6 +421,7 @@ class EngineMachine(RuleBasedStateMachine):
         method=st.sampled_from(
             [
                 "grant",
+                "seal",
                 "revoke",
                 "barrier",
                 "prepare_region",

@@ -26,7 +26,10 @@ from tests.sim.target import SimHost
 OPAQUE = Schema.opaque()
 GRID_BYTES = GRID.groups[0].layout().value_bytes
 KEYS = [b"%d" % i for i in range(12)]
-FAILING = ["grant", "revoke", "barrier", "prepare_region", "release_region", "add_host", "remove_host", "teardown_host"]
+FAILING = [
+    *("grant", "seal", "revoke", "barrier"),
+    *("prepare_region", "release_region", "add_host", "remove_host", "teardown_host"),
+]
 AWAY = (ConnectionLost, TargetRefused, WriteFenced)
 
 

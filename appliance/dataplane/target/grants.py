@@ -118,13 +118,23 @@ class GrantTable:
         A second revoke of a grant that still drains waits for it too.
         """
         with self._changed:
-            ending = [grant for grant_id in set(grant_ids) if (grant := self._by_id.get(grant_id)) is not None]
-            return self._end(ending)
+            return self._end(self._known(grant_ids))
+
+    def revoke_idle(self, grant_ids: Iterable[int]) -> int | None:
+        """`revoke` that never waits: None if a write is under way. None begins after, and `revoke` waits for those."""
+        with self._changed:
+            ending = self._known(grant_ids)
+            for grant in ending:
+                grant.revoked = True
+            return None if any(grant.writers for grant in ending) else self._end(ending)
 
     def revoke_all(self, volume: str | None = None) -> int:
         """`revoke` every grant, of one volume or of all."""
         with self._changed:
             return self._end([grant for grant in self._by_id.values() if volume in (None, grant.volume)])
+
+    def _known(self, grant_ids: Iterable[int]) -> list[Grant]:
+        return [grant for grant_id in set(grant_ids) if (grant := self._by_id.get(grant_id)) is not None]
 
     def _end(self, grants: list[Grant]) -> int:
         for grant in grants:

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import UUID
 
 from forebay.appliance.dataplane.target.bdev_methods import VERSION
-from forebay.appliance.dataplane.target.rpc import Method, Params, RpcError
+from forebay.appliance.dataplane.target.rpc import Later, Method, Params, RpcError
 from forebay.appliance.dataplane.target.server import Server
 from forebay.appliance.dataplane.target.volume import Volume
 from forebay.ids import LBA_BYTES, HostIdentity
@@ -30,7 +30,6 @@ class PrivateMethods:
         """Every method by name."""
         waiting: Iterable[Callable[[Params], Any]] = (
             self.forebay_bdev_set_mode,
-            self.forebay_grants_revoke,
             self.forebay_host_teardown,
             self.forebay_teardown_all,
             self.forebay_barrier,
@@ -38,10 +37,13 @@ class PrivateMethods:
             self.forebay_region_release,
             self.forebay_verify,
         )
-        methods = {run.__name__: Method(run, waits=True) for run in waiting}
-        methods["forebay_get_info"] = Method(self.forebay_get_info)
-        methods["forebay_grants_add"] = Method(self.forebay_grants_add)
-        return methods
+        at_once: Iterable[Callable[[Params], Any]] = (
+            self.forebay_get_info,
+            self.forebay_grants_add,
+            self.forebay_grants_revoke,
+            self.forebay_seal,
+        )
+        return {run.__name__: Method(run, waits=run in waiting) for run in (*waiting, *at_once)}
 
     def forebay_get_info(self, params: Params) -> Any:
         """Who answers and what it can do. `boot_id` is new with every start of the process."""
@@ -50,7 +52,13 @@ class PrivateMethods:
             "pid": os.getpid(),
             "boot_id": self._server.boot_id,
             "version": VERSION,
-            "capabilities": {"fencing": True, "barrier": True, "per_host_visibility": True, "qos": False},
+            "capabilities": {
+                "fencing": True,
+                "barrier": True,
+                "per_host_visibility": True,
+                "qos": False,
+                "seal": True,
+            },
             "limits": self._server.limits.to_dict(),
             "grants": len(self._server.grants),
         }
@@ -87,7 +95,27 @@ class PrivateMethods:
         """End grants; no write under them is under way when this answers. Unknown ids are none."""
         ids = params.integers("ids")
         params.finish()
-        return {"revoked": self._server.grants.revoke(ids)}
+        revoked = self._server.grants.revoke_idle(ids)
+        if revoked is not None:
+            return {"revoked": revoked}
+        return Later(lambda: {"revoked": self._server.grants.revoke(ids)})
+
+    def forebay_seal(self, params: Params) -> Any:
+        """`forebay_grants_revoke`, and then, when no write under the grants is under way any more, `forebay_barrier`.
+
+        Where a flush is nothing (the volume is in memory) and nobody writes, the answer is there at once.
+        """
+        ids = params.integers("ids")
+        volume = self._server.volume(params.text("name"))
+        params.finish()
+        if self._server.grants.revoke_idle(ids) is not None:
+            return _barrier(volume) if volume.in_memory else Later(lambda: _barrier(volume))
+
+        def seal() -> Any:
+            self._server.grants.revoke(ids)
+            return _barrier(volume)
+
+        return Later(seal)
 
     def forebay_host_teardown(self, params: Params) -> Any:
         """End every controller of a host; none of its commands can touch media when this answers. Grants stay."""
@@ -109,13 +137,7 @@ class PrivateMethods:
         """Everything written to the volume before is on stable media (`flushed`), or nobody knows (`unknown`)."""
         volume = self._server.volume(params.text("name"))
         params.finish()
-        with volume.hold():
-            try:
-                volume.flush()
-            except OSError as error:
-                log.error("%s: barrier: %s", volume.name, error)
-                return {"result": "unknown"}
-        return {"result": "flushed"}
+        return _barrier(volume)
 
     def _range(self, params: Params) -> tuple[Volume, int, int]:
         volume = self._server.volume(params.text("name"))
@@ -152,3 +174,13 @@ class PrivateMethods:
             raise RpcError.of_errno(errno.EOPNOTSUPP)
         with volume.hold():
             return {"checksums": volume.checksums([(row[0], row[1], row[2]) for row in rows])}
+
+
+def _barrier(volume: Volume) -> Any:
+    with volume.hold():
+        try:
+            volume.flush()
+        except OSError as error:
+            log.error("%s: barrier: %s", volume.name, error)
+            return {"result": "unknown"}
+    return {"result": "flushed"}

@@ -1,7 +1,8 @@
 """The control socket: JSON-RPC 2.0 as SPDK speaks it, JSON objects one after the other on a UNIX socket.
 
-Each connection has a thread. Methods that may wait (for media, for other threads) run in threads of their own, so that
-one slow answer holds up neither the other requests of its connection nor those of another.
+Each connection has a thread. Methods that may wait (for media, for other threads) run in others, so that one slow
+answer holds up neither the other requests of its connection nor those of another. Those threads are kept for the next
+such request: to start one takes as long as a request that does not wait.
 
 The daemon's ids are ``number/request id``; what is logged while a request is carried out names that request id.
 """
@@ -17,7 +18,8 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from threading import Lock, Thread
+from queue import SimpleQueue
+from threading import Lock, Semaphore, Thread
 from types import EllipsisType
 from typing import Any, Final, NamedTuple
 
@@ -25,7 +27,7 @@ from forebay import request_id
 from forebay.appliance.log import fields
 from forebay.errors import AlreadyExists, InvalidArgument
 
-__all__ = ["INTERNAL_ERROR", "INVALID_PARAMS", "Method", "Params", "RpcError", "RpcServer"]
+__all__ = ["INTERNAL_ERROR", "INVALID_PARAMS", "Later", "Method", "Params", "RpcError", "RpcServer"]
 
 log = logging.getLogger(__name__)
 
@@ -156,10 +158,42 @@ class Params:
 
 
 class Method(NamedTuple):
-    """A method: `run` takes parameters and gives the result; `waits` says that it may take long."""
+    """A method: `run` takes parameters and gives the result, or what is `Later`; `waits` says that it may take long."""
 
     run: Callable[[Params], Any]
     waits: bool = False
+
+
+class Later(NamedTuple):
+    """What a method that began without waiting has still to do, and may wait for; it gives the result."""
+
+    run: Callable[[], Any]
+
+
+class _Workers:
+    """Threads of one connection; as many as there were jobs at a time."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._idle = Semaphore(0)
+        self._count = 0
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Run it in a thread that has nothing to do, or in a new one. For the connection's thread alone."""
+        self._jobs.put(job)
+        if not self._idle.acquire(blocking=False):
+            self._count += 1
+            Thread(target=self._run, name="rpc call", daemon=True).start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            self._idle.release()
+
+    def close(self) -> None:
+        """Let the threads end, after what they have begun."""
+        for _ in range(self._count):
+            self._jobs.put(None)
 
 
 class _Session:
@@ -170,6 +204,7 @@ class _Session:
         self._methods = methods
         self._sending = Lock()
         self._waiting = 0
+        self._workers = _Workers()
 
     def run(self) -> None:
         """Read and answer until the peer closes."""
@@ -202,6 +237,7 @@ class _Session:
         except OSError as error:
             log.info("control connection: %s", error)
         finally:
+            self._workers.close()
             self._sock.close()
 
     def _request(self, request: Any) -> None:
@@ -215,31 +251,37 @@ class _Session:
             self._answer(ident, error=RpcError(METHOD_NOT_FOUND, "Method not found"))
         elif not isinstance(params, dict):
             self._answer(ident, error=RpcError.invalid_params())
-        elif not method.waits:
-            self._call(ident, name, params)
+        elif method.waits:
+            self._wait(ident, name, lambda: method.run(Params(params)))
         else:
-            with self._sending:
-                self._waiting += 1
-                busy = self._waiting > _MAX_WAITING
-                self._waiting -= busy
-            if busy:
-                self._answer(ident, error=RpcError.of_errno(errno.EBUSY))
-            else:
-                Thread(target=self._call_waiting, args=(ident, name, params), name="rpc call", daemon=True).start()
+            self._call(ident, name, lambda: method.run(Params(params)))
 
-    def _call_waiting(self, ident: Any, name: str, params: dict[str, Any]) -> None:
+    def _wait(self, ident: Any, name: str, run: Callable[[], Any]) -> None:
+        with self._sending:
+            self._waiting += 1
+            busy = self._waiting > _MAX_WAITING
+            self._waiting -= busy
+        if busy:
+            self._answer(ident, error=RpcError.of_errno(errno.EBUSY))
+        else:
+            self._workers.start(lambda: self._call_waiting(ident, name, run))
+
+    def _call_waiting(self, ident: Any, name: str, run: Callable[[], Any]) -> None:
         try:
-            self._call(ident, name, params)
+            self._call(ident, name, run)
         finally:
             with self._sending:
                 self._waiting -= 1
 
-    def _call(self, ident: Any, name: str, params: dict[str, Any]) -> None:
+    def _call(self, ident: Any, name: str, run: Callable[[], Any]) -> None:
         request_id.follow(ident.partition("/")[2] if isinstance(ident, str) else "")
         began_s = time.monotonic()
         result, error = None, None
         try:
-            result = self._methods[name].run(Params(params))
+            result = run()
+            if isinstance(result, Later):
+                self._wait(ident, name, result.run)
+                return
         except RpcError as failure:
             error = failure
         except InvalidArgument as failure:

@@ -125,6 +125,7 @@ class Volume:
         self.readonly = readonly
         self.uuid = uuid
         self.fenced = True
+        self._flushing = Lock()
         self._flush_failed = False
         self._holders = 0
         self._closing = False
@@ -170,6 +171,11 @@ class Volume:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
             return "buffered"
         return "direct"
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the file system is memory itself: a flush has nothing to do."""
+        return self.io == "mmap"
 
     @property
     def deallocates(self) -> bool:
@@ -224,15 +230,17 @@ class Volume:
     def flush(self) -> None:
         """Put everything written so far on stable media. Raises OSError, and then for ever.
 
-        Linux reports a failed write-back once and then forgets it; a later success would be a lie.
+        Linux reports a failed write-back once and then forgets it; a later success would be a lie. So would one that
+        runs beside the flush that is told: they go one after another.
         """
-        if self._flush_failed:
-            raise OSError(errno.EIO, "an earlier flush failed")
-        try:
-            os.fdatasync(self._fd)
-        except OSError:
-            self._flush_failed = True
-            raise
+        with self._flushing:
+            if self._flush_failed:
+                raise OSError(errno.EIO, "an earlier flush failed")
+            try:
+                os.fdatasync(self._fd)
+            except OSError:
+                self._flush_failed = True
+                raise
 
     def prepare_region(self, offset_bytes: int, length_bytes: int) -> None:
         """Reserve the range's space and make it read as zeros. Raises OSError (ENOSPC: nothing stays reserved)."""
@@ -249,6 +257,7 @@ class Volume:
     def release_region(self, offset_bytes: int, length_bytes: int) -> None:
         """Give the range's space back to the file system or device; it reads as zeros after. Raises OSError.
 
+        Stable when this returns: its record goes next, and nobody would know of space that came back with a power loss.
         Of a device the kernel makes a discard where that is known to zero, and else says EOPNOTSUPP.
         """
         try:
@@ -257,6 +266,7 @@ class Volume:
             if error.errno != errno.EOPNOTSUPP or not self.is_device:
                 raise
             self.write_zeroes(offset_bytes, length_bytes)
+        self.flush()
 
     def write_zeroes(self, offset_bytes: int, length_bytes: int) -> None:
         """Make the range read as zeros and keep its space. Raises OSError."""

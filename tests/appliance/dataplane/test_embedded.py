@@ -6,7 +6,7 @@ import signal
 import socket
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,11 +96,26 @@ def grants(numbers: Sequence[int], *owners: HostIdentity, volume: int = 1) -> li
     return [WriteGrant(GrantId(n), owners, Extent(VolumeId(volume), REGION + n * 4096, 4096)) for n in numbers]
 
 
+def watched(target: EmbeddedTarget, monkeypatch: pytest.MonkeyPatch, able: dict[str, bool] | None = None) -> list[str]:
+    """Names of the methods that the driver calls from here on; ``able`` is what the target says that it can."""
+    names: list[str] = []
+    real = target._rpc.call
+
+    async def call(method: str, params: Mapping[str, Any] | None = None, **options: Any) -> Any:
+        names.append(method)
+        answer = await real(method, params, **options)
+        return answer | {"capabilities": able} if able is not None and method == "forebay_get_info" else answer
+
+    monkeypatch.setattr(target._rpc, "call", call)
+    return names
+
+
 async def test_who_answers(tmp_path: Path) -> None:
     async with rigged(tmp_path) as rig:
         info = await rig.target.info()
         assert (info.kind, info.pid) == ("embedded", rig.supervisor.pid)
-        assert info.capabilities.fencing and info.capabilities.barrier and info.capabilities.per_host_visibility
+        able = info.capabilities
+        assert able.fencing and able.barrier and able.per_host_visibility and able.seal
 
 
 async def test_nobody_answers(tmp_path: Path) -> None:
@@ -405,6 +420,39 @@ class TestMedia:
         async with rigged(tmp_path) as rig:
             await rig.target.add_volume(rig.volume())
             assert await rig.target.barrier(rig.volume()) is Barrier.FLUSHED
+
+    async def test_grants_are_sealed_in_one_exchange(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with rigged(tmp_path) as rig:
+            spec = rig.volume()
+            await rig.target.add_volume(spec)
+            await rig.target.grant(grants(range(1, 10), host()))
+            assert await rig.target.seal([GrantId(1)], spec) is Barrier.FLUSHED
+            asked = watched(rig.target, monkeypatch)
+            assert await rig.target.seal([GrantId(2), GrantId(99)], spec) is Barrier.FLUSHED
+            assert asked == ["forebay_seal"] and await rig.live_grants() == 7
+            many = [GrantId(n) for n in range(3, 5_000)]
+            assert await rig.target.seal(many, spec) is Barrier.FLUSHED
+            assert await rig.live_grants() == 0
+
+    async def test_a_target_that_cannot_seal_is_asked_twice(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An older one, which goes on running under a newer daemon."""
+        async with rigged(tmp_path) as rig:
+            spec = rig.volume()
+            await rig.target.add_volume(spec)
+            await rig.target.grant(grants([1], host()))
+            asked = watched(
+                rig.target, monkeypatch, able={"fencing": True, "barrier": True, "per_host_visibility": True}
+            )
+            assert await rig.target.seal([GrantId(1)], spec) is Barrier.FLUSHED
+            assert asked == ["forebay_get_info", "forebay_grants_revoke", "forebay_barrier"]
+            assert await rig.live_grants() == 0
+            monkeypatch.undo()
+            await rig.target.reconcile([spec], [])  # as after a restart: the one that answers now is asked what it can
+            asked = watched(rig.target, monkeypatch)
+            await rig.target.seal([], spec)
+            assert asked == ["forebay_get_info", "forebay_seal"]
 
     async def test_regions_are_zeroed_and_given_back(self, tmp_path: Path) -> None:
         async with rigged(tmp_path) as rig:

@@ -75,7 +75,7 @@ def test_a_request_is_found_in_the_log_of_the_daemon_and_of_the_target(start: No
     eventually(lambda: "put-by-hand" in target_log.read_text(), "the target's log")
     if form == "json":
         assert {"Allocate", "Commit"} <= of_request("put-by-hand", node.log)
-        assert {"forebay_grants_add: done", "forebay_barrier: done"} <= of_request("put-by-hand", target_log)
+        assert {"forebay_grants_add: done", "forebay_seal: done"} <= of_request("put-by-hand", target_log)
 
 
 def of_request(ident: str, file: Path) -> set[str]:
