@@ -113,7 +113,13 @@ class Client:
         self._counting = threading.Lock()
         self._hits = self._stored = self._bytes_read = self._bytes_written = 0
         self._misses: Counter[str] = Counter()
-        rpc = Rpc(NodeAddress(url), find_token(token), self._clock, self._options.attempt_ms)
+        rpc = Rpc(
+            NodeAddress(url),
+            find_token(token),
+            self._clock,
+            self._options.attempt_ms,
+            streams=self._options.call_stream,
+        )
         try:
             self._session = Session(rpc, opening, self._options, self._clock, transport=transport)
         except BaseException:

@@ -22,6 +22,8 @@ class ClientOptions:
         lease_ttl_ms: how long extents to read are leased; 0 leaves it to the node.
         write_ttl_ms: by when an allocated block must be committed; 0 leaves it to the node.
         wait_pending_ms: how long `put` waits for a block that another writer is writing before it reports it as such.
+        call_stream: whether calls go by one stream where the node takes it, which costs half as much; each by itself
+            otherwise.
         batch_bytes: `get` and `put` work through longer batches in parts of about this size.
         client: free text for the node's operator: engine, version, host.
         nvme_tcp: settings of the initiator.
@@ -33,6 +35,7 @@ class ClientOptions:
     lease_ttl_ms: int = 0
     write_ttl_ms: int = 0
     wait_pending_ms: int = 0
+    call_stream: bool = True
     batch_bytes: int = 256 << 20
     client: str = ""
     nvme_tcp: NvmeTcpOptions = field(default_factory=NvmeTcpOptions)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import grpc
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
 from forebay import request_id
+from forebay.client.call_stream import CallStream, NotServed
 from forebay.clock import Clock
 from forebay.errors import (
     Busy,
@@ -25,9 +29,12 @@ from forebay.errors import (
     Unavailable,
     from_code,
 )
+from forebay.proto import forebay_pb2 as pb
 from forebay.proto import forebay_pb2_grpc as services
 
 __all__ = ["DEFAULT_PORT", "ERROR_TRAILER", "NodeAddress", "Rpc", "find_token"]
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 7470
 ERROR_TRAILER = "forebay-error-bin"
@@ -54,6 +61,9 @@ _OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Two clients in one process must not share a connection that one of them closes.
     ("grpc.use_local_subchannel_pool", 1),
+    # A silent node is found out, and another connection tried, in half a minute. Nodes permit a ping every 5 s.
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 15_000),
 ]
 
 _Q = TypeVar("_Q")
@@ -106,11 +116,14 @@ def find_token(token: str | None) -> str:
 class Rpc:
     """A channel to one node; thread-safe. Every call has a deadline on the clock's monotonic scale.
 
-    ``attempt_ms`` is how long one attempt to connect may take at least: calls wait for it. Raises what the node
-    answered, or `Unavailable`, `DeadlineExceeded`, `ProtocolError`.
+    ``attempt_ms`` is how long one attempt to connect may take at least: calls wait for it. Data calls go by one stream
+    (`CallStream`) if the node knows it and ``streams`` says so. Raises what the node answered, or `Unavailable`,
+    `DeadlineExceeded`, `ProtocolError`.
     """
 
-    def __init__(self, address: NodeAddress, token: str, clock: Clock, attempt_ms: int = _ATTEMPT_MS) -> None:
+    def __init__(
+        self, address: NodeAddress, token: str, clock: Clock, attempt_ms: int = _ATTEMPT_MS, *, streams: bool = True
+    ) -> None:
         self.address = address
         self._clock = clock
         self._attempt_ms = attempt_ms
@@ -120,6 +133,15 @@ class Rpc:
         )
         self.blocks = services.BlocksStub(self._channel)
         self.admin = services.AdminStub(self._channel)
+        self._stream = CallStream(
+            lambda messages: self.blocks.Calls(messages, metadata=self._metadata), lambda e: self._translate(e, None)
+        )
+        self._streamed = _streamed(self.blocks) if streams else {}
+
+    @property
+    def streams(self) -> bool:
+        """Whether the node has answered by a stream, and so knows what came with it."""
+        return self._stream.answered
 
     def left_ms(self, deadline_ms: int) -> int:
         """Milliseconds to a deadline. Raises `DeadlineExceeded` when none are left."""
@@ -131,12 +153,34 @@ class Rpc:
     def call(self, method: grpc.UnaryUnaryMultiCallable[_Q, _A], request: _Q, deadline_ms: int) -> _A:
         """One request, one answer."""
         timeout_s = self.left_ms(deadline_ms) / 1000
+        if method in self._streamed:
+            try:
+                return cast(_A, self._by_stream(*self._streamed[method], request, timeout_s))
+            except NotServed:
+                if self._streamed:
+                    _log.info("the node at %s takes no stream of calls: each goes by itself", self.address)
+                self._streamed = {}
+            timeout_s = self.left_ms(deadline_ms) / 1000
         try:
             return method(request, timeout=timeout_s, metadata=self._named())
         except grpc.RpcError as e:
             raise self._translate(e, timeout_s) from None
         except ValueError as e:  # what grpc raises on a closed channel
-            raise Unavailable(f"the channel to {self.address} is closed") from e
+            raise self._is_closed() from e
+
+    def _by_stream(self, name: str, reply: type[Any], request: Any, timeout_s: float) -> Any:
+        try:
+            answer = self._stream.call(name, request.SerializeToString(), timeout_s, request_id.current())
+        except DeadlineExceeded:
+            raise self._too_late(timeout_s) from None
+        except ValueError as e:
+            raise self._is_closed() from e
+        if answer.error:
+            raise _known(answer.error) or ProtocolError("the node answered an error that does not parse")
+        try:
+            return reply.FromString(answer.reply)
+        except DecodeError as e:
+            raise ProtocolError(f"the node's answer to {name} does not parse: {e}") from e
 
     def stream(
         self,
@@ -157,7 +201,7 @@ class Rpc:
         except grpc.RpcError as e:
             raise self._translate(e, timeout_s) from None
         except ValueError as e:
-            raise Unavailable(f"the channel to {self.address} is closed") from e
+            raise self._is_closed() from e
 
     def _named(self) -> tuple[tuple[str, str], ...]:
         """Metadata of a call: the token, and the id of the request that it belongs to, if there is one."""
@@ -169,12 +213,12 @@ class Rpc:
             return Unavailable(f"the control channel failed: {error}")
         for key, value in error.trailing_metadata() or ():
             if key == ERROR_TRAILER:
-                known = _from_trailer(value)
+                known = _known(value)
                 if known is not None:
                     return known
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
-            return DeadlineExceeded(f"the node at {self.address} did not answer within {timeout_s:.1f} s")
+            return self._too_late(timeout_s)
         if code is grpc.StatusCode.UNAVAILABLE:
             why = details.rpartition(": ")[2].rstrip("]")  # the innermost of what gRPC strings together
             if "timed out" in why:
@@ -182,12 +226,28 @@ class Rpc:
             return Unavailable(f"the node at {self.address} does not answer" + (f" ({why})" if why else ""))
         return _BY_STATUS.get(code, ForebayError)(details or f"the node answered {code.name}")
 
+    def _too_late(self, timeout_s: float) -> ForebayError:
+        return DeadlineExceeded(f"the node at {self.address} did not answer within {timeout_s:.1f} s")
+
+    def _is_closed(self) -> ForebayError:
+        return Unavailable(f"the channel to {self.address} is closed")
+
     def close(self) -> None:
         """Close the channel; calls under way end as `Unavailable`."""
+        self._stream.close()
         self._channel.close()
 
 
-def _from_trailer(value: str | bytes) -> ForebayError | None:
+def _streamed(blocks: services.BlocksStub) -> dict[object, tuple[str, type[Message]]]:
+    """Name and class of the reply for each method that may go by the stream: those of one answer, with a context."""
+    return {
+        getattr(blocks, method.name): (method.name, GetMessageClass(method.output_type))
+        for method in pb.DESCRIPTOR.services_by_name["Blocks"].methods
+        if "context" in method.input_type.fields_by_name and not method.server_streaming
+    }
+
+
+def _known(value: str | bytes) -> ForebayError | None:
     try:
         fields: dict[str, Any] = json.loads(value)
         limit = fields.get("limit")

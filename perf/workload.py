@@ -7,7 +7,7 @@ timed.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -140,9 +140,14 @@ def client_get(node: BenchNode, client: Client, work: Workload) -> Side:
     return replace(side, after=after)
 
 
-def client_put(node: BenchNode, client: Client, work: Workload) -> Side:
-    """Our side of a comparison of writes: new keys in every slot, and room made for them before it, not timed."""
-    turn, keys, stored = 0, work.keys_of(), list[bytes]()
+def client_put(
+    node: BenchNode, client: Client, work: Workload, name: str = "forebay", turns: Iterable[int] = range(1, 1 << 20)
+) -> Side:
+    """Our side of a comparison of writes: new keys in every slot, and room made for them before it, not timed.
+
+    Two such sides of one node need ``turns`` that differ: the keys are made of them.
+    """
+    numbers, keys, stored = iter(turns), list[bytes](), list[bytes]()
 
     def clear() -> None:
         if stored:
@@ -150,13 +155,12 @@ def client_put(node: BenchNode, client: Client, work: Workload) -> Side:
             stored.clear()
 
     def before() -> None:
-        nonlocal turn, keys
+        nonlocal keys
         clear()
-        turn += 1
-        keys = work.keys_of(turn)
+        keys = work.keys_of(next(numbers))
 
     def move(first: int, end: int) -> None:
         fill(client, keys[first:end], work.values[first:end])
         stored.extend(keys[first:end])
 
-    return Side("forebay", work.slots(move), node.servers, before, clear)
+    return Side(name, work.slots(move), node.servers, before, clear)

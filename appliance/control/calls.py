@@ -37,7 +37,22 @@ from forebay.errors import (
     reason,
 )
 
-__all__ = ["ERROR_TRAILER", "MAX_DEADLINE_MS", "Call", "Calls", "Late", "Method", "Stream", "finish", "handler"]
+__all__ = [
+    "ERROR_TRAILER",
+    "MAX_DEADLINE_MS",
+    "Call",
+    "Calls",
+    "Late",
+    "Malformed",
+    "Method",
+    "Stream",
+    "abort",
+    "encode",
+    "finish",
+    "handler",
+    "parser",
+    "with_context",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +86,7 @@ class Stream(Generic[Request, Reply]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Malformed:
+class Malformed:
     """What a request that did not parse becomes, so that its caller gets a coded answer."""
 
     message: str
@@ -176,6 +191,29 @@ class Calls:
         """Count a call out."""
         self._in_flight -= 1
 
+    async def perform(
+        self, method: Method[Any, Any], account: Account, request: Any, headers: Mapping[str, Any]
+    ) -> Any:
+        """One call from its request to its reply; the task is its own. Raises `ForebayError` and nothing else."""
+        named = with_context(method) and not isinstance(request, Malformed)
+        call, code = self.begin(account, headers, request.context.request_id if named else ""), CANCELLED
+        try:
+            _check(request)
+            principal = self.authenticate(call, headers.get("authorization"))
+            self.enter()
+            try:
+                reply = await method.run(principal, request)
+            finally:
+                self.leave()
+            code = OK
+            return reply
+        except Exception as e:  # one place turns every error into a coded one
+            error = self.failed(method.name, e)
+            code = error.code
+            raise error from None
+        finally:
+            self.end(call, code)
+
     def failed(self, method: str, error: Exception) -> ForebayError:
         """The error as it goes out; what is not ours is logged and becomes internal."""
         if not isinstance(error, ForebayError):
@@ -185,26 +223,35 @@ class Calls:
         return error
 
 
-def _encode(message: Message) -> bytes:
+def encode(message: Message) -> bytes:
+    """A message as bytes."""
     return message.SerializeToString()
 
 
-def _parse(cls: type[Message]) -> Callable[[bytes], Message | _Malformed]:
-    def parse(data: bytes) -> Message | _Malformed:
+def parser(cls: type[Message]) -> Callable[[bytes], Any]:
+    """What makes a message of bytes, or `Malformed`."""
+
+    def parse(data: bytes) -> Message | Malformed:
         try:
             return cls.FromString(data)
         except DecodeError as e:
-            return _Malformed(str(e))
+            return Malformed(str(e))
 
     return parse
 
 
+def with_context(method: Method[Any, Any] | Stream[Any, Any]) -> bool:
+    """Whether it is a data call: its request says in which session and by when."""
+    return "context" in method.request.DESCRIPTOR.fields_by_name
+
+
 def _check(request: Any) -> None:
-    if isinstance(request, _Malformed):
+    if isinstance(request, Malformed):
         raise InvalidArgument(f"the request does not parse: {request.message}", field="request")
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: ForebayError) -> None:
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ForebayError) -> None:
+    """End a gRPC call with an error."""
     status = next(GRPC_STATUS[cls] for cls in type(error).__mro__ if cls in GRPC_STATUS)
     trailer = ((ERROR_TRAILER, json.dumps(error.to_dict()).encode()),)
     await context.abort(grpc.StatusCode[status], error.message[:512], trailing_metadata=trailer)
@@ -213,42 +260,27 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: ForebayErro
 def handler(calls: Calls, method: Method[Any, Any] | Stream[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
     """The gRPC handler of a call."""
     account = calls.accounts.of("grpc", method.name)
-    in_context = "context" in method.request.DESCRIPTOR.fields_by_name
+    parse = parser(method.request)
+    if isinstance(method, Method):
+        unary_method = method
 
-    def begin(request: Any, headers: Mapping[str, Any]) -> Call:
-        named = in_context and not isinstance(request, _Malformed)
-        return calls.begin(account, headers, request.context.request_id if named else "")
-
-    async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        headers = dict(context.invocation_metadata() or ())
-        call, code = begin(request, headers), CANCELLED
-        try:
+        async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
-                _check(request)
-                principal = calls.authenticate(call, headers.get("authorization"))
-                calls.enter()
-                try:
-                    reply = await method.run(principal, request)  # type: ignore[misc]  # unary, see below
-                finally:
-                    calls.leave()
-                code = OK
-                return reply
-            except Exception as e:  # one place turns every error into a status
-                error = calls.failed(method.name, e)
-                code = error.code
-        finally:
-            calls.end(call, code)
-        await _abort(context, error)
-        return None
+                return await calls.perform(unary_method, account, request, dict(context.invocation_metadata() or ()))
+            except ForebayError as error:
+                await abort(context, error)
+
+        return grpc.unary_unary_rpc_method_handler(unary, request_deserializer=parse, response_serializer=encode)
 
     async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         headers = dict(context.invocation_metadata() or ())
-        call, code = begin(request, headers), CANCELLED
+        named = in_context and not isinstance(request, Malformed)
+        call, code = calls.begin(account, headers, request.context.request_id if named else ""), CANCELLED
         try:
             try:
                 _check(request)
                 principal = calls.authenticate(call, headers.get("authorization"))
-                async for reply in method.run(principal, request):  # type: ignore[union-attr]
+                async for reply in method.run(principal, request):
                     yield reply
                 code = OK
                 return
@@ -257,9 +289,7 @@ def handler(calls: Calls, method: Method[Any, Any] | Stream[Any, Any]) -> grpc.R
                 code = error.code
         finally:
             calls.end(call, code, lasting=True)
-        await _abort(context, error)
+        await abort(context, error)
 
-    parse, encode = _parse(method.request), _encode
-    if isinstance(method, Stream):
-        return grpc.unary_stream_rpc_method_handler(stream, request_deserializer=parse, response_serializer=encode)
-    return grpc.unary_unary_rpc_method_handler(unary, request_deserializer=parse, response_serializer=encode)
+    in_context = with_context(method)
+    return grpc.unary_stream_rpc_method_handler(stream, request_deserializer=parse, response_serializer=encode)

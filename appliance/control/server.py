@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 
 from forebay.appliance.control.admin_calls import AdminCalls
+from forebay.appliance.control.call_stream import CallStreams
 from forebay.appliance.control.calls import Calls, handler
 from forebay.appliance.control.data_calls import DataCalls
 from forebay.appliance.settings import Endpoint
@@ -30,8 +31,12 @@ class ControlServer:
                 ("grpc.keepalive_permit_without_calls", 1),
             ]
         )
-        for service, methods in ((_DATA, data.methods()), (_ADMIN, admin.methods())):
-            handlers = {method.name: handler(calls, method) for method in methods}
+        self._streams = CallStreams(calls, data.methods())
+        for service, methods, more in (
+            (_DATA, data.methods(), self._streams.handlers()),
+            (_ADMIN, admin.methods(), {}),
+        ):
+            handlers = {method.name: handler(calls, method) for method in methods} | more
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
 
     async def start(self, listen: Endpoint) -> int:
@@ -45,4 +50,5 @@ class ControlServer:
 
     async def stop(self) -> None:
         """Refuse new calls, let running ones end within two seconds."""
+        self._streams.drain()
         await self._server.stop(_GRACE_S)

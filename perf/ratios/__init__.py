@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from perf.harness import Row
 from perf.ratios import (
+    calls,
     checksum,
     flush,
     get_disk,
@@ -31,6 +32,7 @@ BENCHMARKS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "put_full": put_full.run,
     "nbdkit": outside.run_nbdkit,
     "mooncake": outside.run_mooncake,
+    "calls": calls.run,
     "match": match.run,
     "checksum": checksum.run,
     "flush": flush.run,

@@ -548,7 +548,10 @@ class AcquireRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     LEASE_TTL_MS_FIELD_NUMBER: _builtins.int
     HINTS_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
     lease_ttl_ms: _builtins.int
+    released: _builtins.bytes
+    """packed u64: leases given back before this one is taken, by a caller that knows `Calls`"""
     @_builtins.property
     def context(self) -> Global___Context: ...
     @_builtins.property
@@ -562,10 +565,11 @@ class AcquireRequest(_message.Message):
         keys: Global___Keys | None = ...,
         lease_ttl_ms: _builtins.int = ...,
         hints: Global___Hints | None = ...,
+        released: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "hints", b"hints", "keys", b"keys"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "hints", b"hints", "keys", b"keys", "lease_ttl_ms", b"lease_ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "hints", b"hints", "keys", b"keys", "lease_ttl_ms", b"lease_ttl_ms", "released", b"released"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1391,6 +1395,79 @@ class WatchReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchReply: _TypeAlias = WatchReply  # noqa: Y015
+
+@_typing.final
+class CallRequest(_message.Message):
+    """------------------------------------------------------------------------------------------ calls on one stream
+
+    Calls of the service Blocks as messages of one stream (docs/adr/0008-call-stream.md): any that has one answer and whose
+    request has a Context. They mean what they mean as calls of their own; answers come in any order.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """chosen by the caller; not that of a call under way on this stream"""
+    method: _builtins.str
+    """"Match", "Acquire", ..."""
+    request: _builtins.bytes
+    """its request message"""
+    request_id: _builtins.str
+    """as the header x-request-id"""
+    traceparent: _builtins.str
+    """as the header"""
+    cancel: _builtins.bool
+    """nobody waits for the answer to id any more; this itself has no answer"""
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        method: _builtins.str = ...,
+        request: _builtins.bytes = ...,
+        request_id: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
+        cancel: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "id", b"id", "method", b"method", "request", b"request", "request_id", b"request_id", "traceparent", b"traceparent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallRequest: _TypeAlias = CallRequest  # noqa: Y015
+
+@_typing.final
+class CallReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    REPLY_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    reply: _builtins.bytes
+    """the method's reply message, or"""
+    error: _builtins.bytes
+    """JSON, as in the trailer forebay-error-bin"""
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        reply: _builtins.bytes = ...,
+        error: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "id", b"id", "reply", b"reply"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallReply: _TypeAlias = CallReply  # noqa: Y015
 
 @_typing.final
 class AdminContext(_message.Message):

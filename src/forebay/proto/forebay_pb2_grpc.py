@@ -119,6 +119,11 @@ class BlocksStub:
                 request_serializer=forebay_dot_proto_dot_forebay__pb2.WatchRequest.SerializeToString,
                 response_deserializer=forebay_dot_proto_dot_forebay__pb2.WatchReply.FromString,
                 _registered_method=True)
+        self.Calls = channel.stream_stream(
+                '/forebay.v1.Blocks/Calls',
+                request_serializer=forebay_dot_proto_dot_forebay__pb2.CallRequest.SerializeToString,
+                response_deserializer=forebay_dot_proto_dot_forebay__pb2.CallReply.FromString,
+                _registered_method=True)
 
 
 class BlocksServicer:
@@ -226,6 +231,12 @@ class BlocksServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Calls(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BlocksServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -313,6 +324,11 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=forebay_dot_proto_dot_forebay__pb2.WatchRequest.FromString,
                     response_serializer=forebay_dot_proto_dot_forebay__pb2.WatchReply.SerializeToString,
+            ),
+            'Calls': grpc.stream_stream_rpc_method_handler(
+                    servicer.Calls,
+                    request_deserializer=forebay_dot_proto_dot_forebay__pb2.CallRequest.FromString,
+                    response_serializer=forebay_dot_proto_dot_forebay__pb2.CallReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -774,6 +790,33 @@ class Blocks:
             '/forebay.v1.Blocks/Watch',
             forebay_dot_proto_dot_forebay__pb2.WatchRequest.SerializeToString,
             forebay_dot_proto_dot_forebay__pb2.WatchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Calls(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/forebay.v1.Blocks/Calls',
+            forebay_dot_proto_dot_forebay__pb2.CallRequest.SerializeToString,
+            forebay_dot_proto_dot_forebay__pb2.CallReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,7 @@ class BlocksStub:
     List: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.ListRequest, _forebay_pb2.ListReply]
     Wait: _grpc.UnaryStreamMultiCallable[_forebay_pb2.WaitRequest, _forebay_pb2.WaitReply]
     Watch: _grpc.UnaryStreamMultiCallable[_forebay_pb2.WatchRequest, _forebay_pb2.WatchReply]
+    Calls: _grpc.StreamStreamMultiCallable[_forebay_pb2.CallRequest, _forebay_pb2.CallReply]
 
 @_typing.type_check_only
 class BlocksAsyncStub(BlocksStub):
@@ -74,6 +75,7 @@ class BlocksAsyncStub(BlocksStub):
     List: _aio.UnaryUnaryMultiCallable[_forebay_pb2.ListRequest, _forebay_pb2.ListReply]  # type: ignore[assignment]
     Wait: _aio.UnaryStreamMultiCallable[_forebay_pb2.WaitRequest, _forebay_pb2.WaitReply]  # type: ignore[assignment]
     Watch: _aio.UnaryStreamMultiCallable[_forebay_pb2.WatchRequest, _forebay_pb2.WatchReply]  # type: ignore[assignment]
+    Calls: _aio.StreamStreamMultiCallable[_forebay_pb2.CallRequest, _forebay_pb2.CallReply]  # type: ignore[assignment]
 
 class BlocksServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -194,6 +196,13 @@ class BlocksServicer(metaclass=_abc_1.ABCMeta):
         request: _forebay_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_forebay_pb2.WatchReply], _abc.AsyncIterator[_forebay_pb2.WatchReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Calls(
+        self,
+        request_iterator: _MaybeAsyncIterator[_forebay_pb2.CallRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_forebay_pb2.CallReply], _abc.AsyncIterator[_forebay_pb2.CallReply]]: ...
 
 def add_BlocksServicer_to_server(servicer: BlocksServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
