@@ -8,7 +8,7 @@ import os
 import struct
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -204,12 +204,13 @@ class LabelledVolumes(ABC):
     def remove(self, volume: VolumeId) -> None:
         """Take a volume away, stable when this returns; one that is gone is no error."""
 
-    def check(self, expected: VolumeLabel, intended_epoch: int) -> VolumeLabel:
+    def check(self, expected: VolumeLabel, intended_epoch: int, *, also: Collection[int] = ()) -> VolumeLabel:
         """Compare a file's label with metadata's, which has ``expected.epoch`` confirmed and may have begun another.
 
         Metadata records ``intended_epoch``, the label is stamped with it, and only then is it confirmed: a start that
-        was cut short leaves either of the two in the label, and nothing else does. Raises `VolumeMismatch` naming the
-        first field that differs and what to do.
+        was cut short leaves either of the two in the label, and nothing else does; but for a drive that was away, whose
+        labels have what they were left with: ``also``. Raises `VolumeMismatch` naming the first field that differs and
+        what to do.
         """
         path = self.path(expected.volume)
         found = self.read_label(expected.volume)
@@ -226,7 +227,7 @@ class LabelledVolumes(ABC):
                 raise VolumeMismatch(
                     f"{path} is refused: {text} ({field} {_show(theirs)}, not {_show(ours)})", field=field
                 )
-        if found.epoch not in (expected.epoch, intended_epoch):
+        if found.epoch not in (expected.epoch, intended_epoch, *also):
             older = found.epoch < expected.epoch
             text = (
                 "it is an older copy: restore metadata of the same moment, or delete its namespace"

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -166,6 +166,17 @@ class _Asked(NamedTuple):
     ranges: Sequence[tuple[int, int, int]]
 
 
+class _Retired(NamedTuple):
+    """Blocks that ended, and what has to be written for it."""
+
+    rows: Rows
+    stored_keys: Sequence[StoredKey]
+    why: str
+    quarantine: Sequence[Quarantined]
+    ops: list[Op]
+    numbers: range
+
+
 class Blocks:
     """The engine's reading side."""
 
@@ -173,8 +184,7 @@ class Blocks:
         self._e = engine
         self._next_lease = int.from_bytes(engine.random(4), "little") << 16
         self._undurable: set[int] = set()  # retired rows whose delete is not in the log yet
-        self.delete_failed = False
-        """Whether a delete could not be written: a row is retired whose record is still there."""
+        self._unwritten: deque[_Retired] = deque()
         self._schemas: dict[bytes, Schema] = {}
         self.suspects_left = True
         """Whether there may be blocks to verify."""
@@ -224,7 +234,8 @@ class Blocks:
         self.require_open(session)
         self.admit(session)
         rows = self._fresh(self._e.index.find(session.digests(self._e.index, keys)), session)
-        present = rows >= 0
+        away = self._away(rows)
+        present = (rows >= 0) & ~away
         prefix: dict[int, int] = {}
         if any(map(_GROUP_OF, keys)):
             broken: set[int] = set()
@@ -239,7 +250,15 @@ class Blocks:
         size = int(self._e.index.value_length[rows[present]].sum(dtype=np.uint64))
         self._e.counters["match_keys"] += len(keys)
         self._e.counters["match_hits"] += int(present.sum())
-        return np.where(present, OK, Absent.code).astype(np.uint16), prefix, size
+        status = np.where(present, OK, Absent.code).astype(np.uint16)
+        status[away] = Unavailable.code
+        return status, prefix, size
+
+    def _away(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of ``rows``, some of them perhaps `ABSENT`, lie on a drive that is away."""
+        if not self._e.space.away.size:
+            return np.zeros(len(rows), bool)
+        return (rows >= 0) & self._e.space.is_away(self._e.index.volume[rows])
 
     # ------------------------------------------------------------------------------------------------ leases
 
@@ -248,7 +267,7 @@ class Blocks:
         e, index = self._e, self._e.index
         stored, digests, rows = self.find(session, keys)
         status = np.where(rows >= 0, OK, Absent.code).astype(np.uint16)
-        suspects = np.flatnonzero((rows >= 0) & (index.state[rows] == RowState.SUSPECT))
+        suspects = np.flatnonzero((rows >= 0) & (index.state[rows] == RowState.SUSPECT) & ~self._away(rows))
         if suspects.size:
             verdict = await self.verify(rows[suspects], [stored[i] for i in suspects.tolist()])
             self.require_open(session)  # time passed while the target read, and others moved
@@ -257,6 +276,7 @@ class Blocks:
             status = np.where(rows >= 0, OK, Absent.code).astype(np.uint16)
             still = (rows >= 0) & (index.state[rows] == RowState.SUSPECT)
             status[still] = Absent.code if verdict.complete else Unavailable.code
+        status[self._away(rows)] = Unavailable.code
         crowded = (status == OK) & (index.leases[rows] >= _MAX_LEASES_PER_BLOCK)
         status[crowded] = Busy.code
         hits = np.flatnonzero(status == OK)
@@ -389,6 +409,7 @@ class Blocks:
                 break
             page.append((StoredKey(key), Record.decode(value)))
         rows = self._fresh(self._e.index.find(self._e.index.digests([key for key, _ in page])), session)
+        rows[self._away(rows)] = ABSENT
         listed = [
             ListedBlock(key[len(head) :], record.value_bytes, record.created_ms)
             for (key, record), row in zip(page, rows.tolist(), strict=True)
@@ -423,11 +444,14 @@ class Blocks:
     ) -> None:
         """End blocks: not found from now on, deleted durably, their extents free once leases have ended too.
 
-        ``why`` is one of ``deleted | evicted | bad | stale | expired | cleared``. Extents in ``quarantine`` are kept
-        from all who come later. When metadata cannot be written the blocks stay unfindable and their extents stay taken
-        until the next start, which finds the records again.
+        ``why`` is one of ``deleted | evicted | bad | stale | expired | cleared | lost``. Extents in ``quarantine`` are
+        kept from all who come later. When metadata cannot be written the blocks stay unfindable and their extents stay
+        taken until `finish_deletes` could write what is missing. While that is known beforehand, it raises why, and
+        nothing has changed.
         """
         e, index = self._e, self._e.index
+        if e.store.problem is not None:
+            raise e.store.problem
         ops = []
         for row, key in zip(rows.tolist(), stored_keys, strict=True):
             ops.append(Op("blocks", key, None))
@@ -438,12 +462,33 @@ class Blocks:
         numbers, logged = e.changes.enter(stored_keys)
         step = "evict" if why == "evicted" else "delete"
         crash_point(f"{step}.before_metadata")
+        retired = _Retired(rows, stored_keys, why, quarantine, ops + logged, numbers)
         try:
-            await e.store.write(ops + logged)
+            await e.store.write(retired.ops)
         except BaseException:
-            self.delete_failed = True
+            self._unwritten.append(retired)
             raise
-        e.changes.settle(numbers)
+        self._retired(retired)
+
+    async def finish_deletes(self) -> None:
+        """Write the deletes that could not be written, if metadata can be again. Raises what keeps it from that."""
+        while self._unwritten and self._e.store.problem is None:
+            retired = self._unwritten[0]
+            await self._e.store.write(retired.ops)
+            self._unwritten.popleft()
+            self._retired(retired)
+
+    @property
+    def delete_failed(self) -> bool:
+        """Whether a delete could not be written: a row is retired whose record is perhaps still there."""
+        return bool(self._unwritten)
+
+    def _retired(self, retired: _Retired) -> None:
+        """What follows when the delete is durable."""
+        e, index = self._e, self._e.index
+        rows, stored_keys, why, quarantine = retired.rows, retired.stored_keys, retired.why, retired.quarantine
+        step = "evict" if why == "evicted" else "delete"
+        e.changes.settle(retired.numbers)
         for entry in quarantine:
             if entry.extent.volume in e.space.maps:  # else its volume went with it meanwhile
                 e.space.quarantine.hold(entry)
@@ -479,6 +524,15 @@ class Blocks:
         if over.size:
             await self.retire(linked[over], [stored[i] for i in over.tolist()], "expired")
 
+    async def retire_lost(self, session: Session, keys: Sequence[BlockKey]) -> None:
+        """Make way for new blocks under keys whose old ones lie on a drive that is away."""
+        if not self._e.space.away.size:
+            return
+        stored, _, rows = self.find(session, keys, expired=True)
+        over = np.flatnonzero(self._away(rows))
+        if over.size:
+            await self.retire(rows[over], [stored[i] for i in over.tolist()], "lost")
+
     async def reclaim(self, minimum: dict[int, int], budget_bytes: int) -> int:
         """Retire blocks that expired or whose generation is below the ``minimum`` of their namespace, oldest first.
 
@@ -513,6 +567,13 @@ class Blocks:
         """
         e, index = self._e, self._e.index
         by_volume: dict[VolumeId, dict[int, _Asked]] = {}
+        away = self._away(rows)
+        if away.any():
+            there = np.flatnonzero(~away)
+            rest = await self.verify(rows[there], [stored_keys[i] for i in there.tolist()])
+            return replace(rest, unread=rest.unread + int(away.sum()))
+        if not rows.size:
+            return Verdict()
         for row, key in zip(rows.tolist(), stored_keys, strict=True):
             asked = by_volume.setdefault(VolumeId(int(index.volume[row])), {})
             asked[row] = _Asked(key, self._ranges(row, key))  # once, however often it was asked for
@@ -613,7 +674,8 @@ class Blocks:
         index = self._e.index
         if not self.suspects_left:
             return 0
-        suspects = np.flatnonzero(index.state[: index.high] == RowState.SUSPECT)[:_VERIFY_BATCH]
+        suspects = np.flatnonzero(index.state[: index.high] == RowState.SUSPECT)
+        suspects = suspects[~self._away(suspects)][:_VERIFY_BATCH]
         if suspects.size:
             await self.verify(suspects, self.keys_of(suspects))
         self.suspects_left = bool(suspects.size)

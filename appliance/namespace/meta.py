@@ -40,6 +40,8 @@ class NodeMeta:
     intended_epoch: int
     was_clean: bool
     drives: dict[str, str]
+    absent: dict[str, tuple[int, ...]]
+    """Drives that a start went without, and the epochs that the labels there may have."""
 
     @classmethod
     async def load(cls, store: Store, random: Callable[[int], bytes], region_bytes: int) -> NodeMeta:
@@ -71,6 +73,7 @@ class NodeMeta:
                 limit=region,
             )
         drives = {k.decode()[6:]: v.decode() for k, v in store.scan("meta", prefix=b"drive/")}
+        absent = {k.decode()[7:]: tuple(cbor2.loads(v)) for k, v in store.scan("meta", prefix=b"absent/")}
         number = cls._number
         return cls(
             store,
@@ -82,6 +85,7 @@ class NodeMeta:
             number(store, b"intended_epoch"),
             store.get("meta", b"clean") is not None,
             drives,
+            absent,
         )
 
     @staticmethod
@@ -111,6 +115,24 @@ class NodeMeta:
         """Remember which drive is which."""
         await self.store.write([Op("meta", b"drive/" + name.encode(), drive_uuid.encode())])
         self.drives[name] = drive_uuid
+
+    async def note_absent(self, name: str, *epochs: int) -> None:
+        """A drive is away, or about to be stamped after it was: its labels may have these epochs or noted ones.
+
+        Of a drive that is noted already only the epoch that it is about to get is of interest.
+        """
+        known = self.absent.get(name)
+        if known is not None and (len(epochs) > 1 or epochs[0] in known):
+            return
+        noted = (*(known or ()), *epochs)
+        await self.store.write([Op("meta", b"absent/" + name.encode(), cbor2.dumps(noted))])
+        self.absent[name] = noted
+
+    async def note_present(self, name: str) -> None:
+        """Every label of a drive that was away carries the confirmed epoch again."""
+        if name in self.absent:
+            await self.store.write([Op("meta", b"absent/" + name.encode(), None)])
+            del self.absent[name]
 
     async def mark_clean(self) -> None:
         """Everything acknowledged is on stable media; the next start need not doubt it."""

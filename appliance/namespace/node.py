@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from forebay.appliance.dataplane.interface import Barrier, EndpointInfo, HostView, Target, VolumeSpec
-from forebay.appliance.dataplane.volumes import LabelledVolumes, VolumeLabel, volume_size_bytes, volumes_on
 from forebay.appliance.namespace.acl import Access, Acl
 from forebay.appliance.namespace.blocks import Blocks, Engine
 from forebay.appliance.namespace.changes import ChangeLog
@@ -28,9 +27,9 @@ from forebay.appliance.namespace.desired_state import (
     Namespace,
     Principal,
     ScopeQuota,
-    Volume,
     check_name,
 )
+from forebay.appliance.namespace.drives import NodeDrives
 from forebay.appliance.namespace.events import EventLog, Waiters
 from forebay.appliance.namespace.eviction import Lru
 from forebay.appliance.namespace.meta import NodeMeta
@@ -38,11 +37,10 @@ from forebay.appliance.namespace.recovery import Recovered, recover
 from forebay.appliance.namespace.room import Room, Watermarks
 from forebay.appliance.namespace.scrub import Scrubber, ScrubLimits
 from forebay.appliance.namespace.sessions import Session, SessionState, SessionTable
-from forebay.appliance.namespace.space import Drive, Space
+from forebay.appliance.namespace.space import Drive, DriveState, Space
 from forebay.appliance.namespace.store import Op, Store
 from forebay.appliance.namespace.writes import Writes
 from forebay.clock import Clock
-from forebay.crashpoints import crash_point
 from forebay.errors import (
     AlreadyExists,
     Busy,
@@ -52,10 +50,9 @@ from forebay.errors import (
     SessionExpired,
     StaleGeneration,
     Unavailable,
-    VolumeMismatch,
     WriteExpired,
 )
-from forebay.ids import HostIdentity, NamespaceId, VolumeId
+from forebay.ids import HostIdentity
 from forebay.index import BlockIndex, RowState, findable
 from forebay.schema import Schema
 
@@ -63,7 +60,6 @@ __all__ = ["Node", "NodeLimits"]
 
 _log = logging.getLogger(__name__)
 _NQN = "nqn.2014-08.org.nvmexpress:uuid:"
-_MAX_NSID = 1024
 _MAX_HOSTS = 1024  # processes of one session
 _DELETE_BATCH = 1024
 
@@ -93,7 +89,6 @@ class Node:
         engine: Engine,
         state: DesiredState,
         *,
-        files: dict[str, LabelledVolumes],
         limits: NodeLimits,
         checkpoint: Path | None,
     ) -> None:
@@ -110,8 +105,8 @@ class Node:
         self.recovered = Recovered(0, 0, 0)
         self._checkpoint = checkpoint
         self._checkpointed = 0
-        self._files = files
         self._admin = asyncio.Lock()
+        self.drives = NodeDrives(engine, state, meta, limits.region_bytes, self._admin)
         self._hosts_changing = asyncio.Lock()  # so that a host on its way in is not taken for one that should go
         self._reclaimed_ms = engine.clock.monotonic_ms()
         self._reclaim_budget = 0
@@ -149,107 +144,18 @@ class Node:
             waiters=Waiters(),
             counters=Counter(),
         )
-        files = {drive.name: volumes_on(Path(drive.path)) for drive in drives}
-        node = cls(meta, engine, DesiredState(store), files=files, limits=limits, checkpoint=checkpoint)
-        await node._start_volumes()
+        node = cls(meta, engine, DesiredState(store), limits=limits, checkpoint=checkpoint)
+        await node.drives.start()
+        node.drives.reconcile = node._reconcile
         node.recovered = await recover(
             engine, node.state, was_clean=meta.was_clean, checkpoint=checkpoint, node_id=meta.node_id
         )
         for namespace in node.state.namespaces:
-            if namespace.deleting:
+            if namespace.deleting and node.drives.all_there(namespace.id):
                 await node._finish_delete(namespace)
         return node
 
-    # ------------------------------------------------------------------------------------------------ volumes
-
-    async def _start_volumes(self) -> None:
-        meta, space = self.meta, self.engine.space
-        await self._drop_unfinished()
-        volumes = list(self.state.volumes)
-        for volume in volumes:
-            if volume.drive not in self._files:
-                raise VolumeMismatch(
-                    f"volume {volume.id} lies on drive {volume.drive!r}, which the configuration does not name",
-                    field="drives",
-                )
-            self._files[volume.drive].check(self._label(volume, meta.confirmed_epoch), meta.intended_epoch)
-        for i, volume in enumerate(volumes):
-            self._files[volume.drive].stamp(volume.id, meta.intended_epoch)
-            if i == 0:
-                crash_point("start.between_labels")
-        await meta.confirm_epoch()
-        for volume in volumes:
-            space.add_volume(volume, self._spec(volume))
-        if strays := space.quarantine.strays(space.volumes):
-            await self.engine.store.write(strays)
-        # hosts of earlier incarnations lose their right to connect here, not only their connections
-        await self.engine.target.reconcile(list(space.specs.values()), [])
-        for name, files in self._files.items():
-            mine = {v.id for v in volumes if v.drive == name}
-            for left in files.present():
-                if left not in mine:
-                    _log.warning(
-                        "volume %d on drive %s has no metadata: a creation was cut short; it is removed", left, name
-                    )
-                    files.remove(left)
-
-    async def _drop_unfinished(self) -> None:
-        """Clear away volumes of namespaces whose creation or deletion was cut short: their files may be gone."""
-        for namespace in self.state.namespaces:
-            if not namespace.deleting:
-                continue
-            for volume in self.state.volumes_of(namespace.id):
-                await self.engine.target.remove_volume(self._spec(volume))
-                self._files[volume.drive].remove(volume.id)
-                claimed = self.engine.store.scan("regions", prefix=volume.id.to_bytes(4, "big"))
-                ops = [Op("regions", key, None) for key, _ in list(claimed)]
-                await self.engine.store.write(ops + self.engine.space.quarantine.drop(volume.id))
-                await self.state.volumes.remove(volume.key)
-
-    def _label(self, volume: Volume, epoch: int) -> VolumeLabel:
-        return VolumeLabel(
-            self.meta.node_id,
-            volume.id,
-            NamespaceId(volume.namespace),
-            uuid.UUID(volume.uuid).bytes,
-            epoch,
-            self.limits.region_bytes,
-            volume_size_bytes(volume.regions, self.limits.region_bytes),
-        )
-
-    def _spec(self, volume: Volume) -> VolumeSpec:
-        namespace = self.state.namespaces.get(str(volume.namespace))
-        if namespace is None:
-            raise VolumeMismatch(f"volume {volume.id} has no namespace in metadata", field="namespace")
-        return VolumeSpec(
-            volume.id,
-            namespace.tenant,
-            volume.nsid,
-            f"vol{volume.id}",
-            str(self._files[volume.drive].path(volume.id)),
-            volume_size_bytes(volume.regions, self.limits.region_bytes),
-            volume.nguid,
-        )
-
-    async def _create_volume(self, namespace: Namespace, drive: Drive) -> None:
-        volume_id = VolumeId(await self.state.new_id())
-        fresh = str(uuid.UUID(bytes=self.engine.random(16), version=4))
-        volume = Volume(
-            volume_id, namespace.id, drive.name, self._free_nsid(namespace.tenant), fresh, fresh, drive.capacity_regions
-        )
-        self._files[drive.name].create(self._label(volume, self.meta.confirmed_epoch))
-        crash_point("volume.after_file_before_record")
-        await self.state.volumes.put(volume)
-        spec = self._spec(volume)
-        self.engine.space.add_volume(volume, spec)
-        await self.engine.target.add_volume(spec)
-
-    def _free_nsid(self, tenant: str) -> int:
-        taken = {s.nsid for s in self.engine.space.specs.values() if s.tenant == tenant}
-        for nsid in range(1, _MAX_NSID + 1):
-            if nsid not in taken:
-                return nsid
-        raise InvalidArgument(f"tenant {tenant!r} has as many volumes as it can have", field="name", limit=_MAX_NSID)
+    # ------------------------------------------------------------------------------------------------ the target
 
     async def replay(self) -> None:
         """Make a target that restarted know again what it should: volumes, hosts of live sessions, live grants."""
@@ -258,7 +164,12 @@ class Node:
 
     async def reconcile(self) -> list[str]:
         """Compare what the target has with what it should have and replay the difference; what differed."""
-        async with self._admin, self._hosts_changing:
+        async with self._admin:
+            return await self._reconcile()
+
+    async def _reconcile(self) -> list[str]:
+        """`reconcile` for those who change the desired state and hold its lock."""
+        async with self._hosts_changing:
             views = [
                 HostView(session.access.namespace.tenant, host, tuple(self._specs(session.namespace)))
                 for session in self.sessions
@@ -270,12 +181,16 @@ class Node:
         return differences
 
     def _specs(self, namespace: int) -> list[VolumeSpec]:
-        return [self.engine.space.specs[v.id] for v in self.engine.space.volumes_of(namespace)]
+        specs = self.engine.space.specs
+        return [specs[v.id] for v in self.engine.space.volumes_of(namespace) if v.id in specs]
 
     # ------------------------------------------------------------------------------------------------ namespaces
 
     async def create_namespace(self, full_name: str, **options: int | str) -> Namespace:
-        """A new namespace with a volume on every drive. Raises `AlreadyExists`, `InvalidArgument`, `CapacityShort`."""
+        """A new namespace with a volume on every drive that takes one.
+
+        Raises `AlreadyExists`, `InvalidArgument`, `CapacityShort`, `NoSpace`, `Unavailable`.
+        """
         tenant, _, name = full_name.partition("/")
         check_name(tenant, "name")
         check_name(name, "name")
@@ -287,8 +202,7 @@ class Node:
             # created as "deleting", so that a stop half-way leaves something that the next start clears away
             await self.state.namespaces.put(replace(namespace, deleting=True))
             try:
-                for drive in self.engine.space.drives.values():
-                    await self._create_volume(namespace, drive)
+                await self.drives.create_volumes(namespace)
             except ForebayError:
                 with suppress(ForebayError):
                     await self._finish_delete(namespace)
@@ -335,7 +249,10 @@ class Node:
         return blocks, size
 
     async def _finish_delete(self, namespace: Namespace) -> None:
-        """Everything of a namespace that is marked as deleting; may run again after a stop."""
+        """Everything of a namespace that is marked as deleting; may run again after a stop.
+
+        What lies on a drive that is not there goes when it is back, and with it the last trace of the namespace.
+        """
         e = self.engine
         while True:
             high = e.index.high
@@ -345,21 +262,22 @@ class Node:
                 break
             rows = rows[:_DELETE_BATCH]
             await self.blocks.retire(rows, self.blocks.keys_of(rows), "cleared")
-        ops = [Op("blocks", key, None) for key, _ in e.store.scan("blocks", prefix=namespace.id.to_bytes(4, "big"))]
+        ops = e.store.deletes("blocks", namespace.id.to_bytes(4, "big"))
+        for volume in self.state.volumes_of(namespace.id):
+            ops += e.store.deletes("owners", volume.id.to_bytes(4, "big"))
         if ops:
             await e.store.write(ops)
         for volume in self.state.volumes_of(namespace.id):
-            if volume.id in e.space.specs:
-                await e.target.remove_volume(e.space.specs[volume.id])
-                await e.space.drop_volume(volume.id)
-            crash_point("volume.after_regions_before_file_removed")
-            self._files[volume.drive].remove(volume.id)
-            crash_point("volume.after_file_removed_before_record")
-            await self.state.volumes.remove(volume.key)
-        for principal in self.state.principals:  # a later namespace of this name is another one
-            kept = tuple(g for g in principal.grants if g.namespace != namespace.full_name)
-            if kept != principal.grants:
-                await self.state.change_principal(principal.name, grants=kept)
+            if e.space.drives[volume.drive].state is DriveState.SERVING:
+                await self.drives.remove_volume(volume)
+        if self.state.namespace(namespace.full_name) is None:
+            for principal in self.state.principals:  # a later namespace of this name is another one
+                kept = tuple(g for g in principal.grants if g.namespace != namespace.full_name)
+                if kept != principal.grants:
+                    await self.state.change_principal(principal.name, grants=kept)
+        if self.state.volumes_of(namespace.id):
+            _log.warning("namespace %s keeps a volume on a drive that is not there", namespace.full_name)
+            return
         for quota in self.state.scope_quotas:
             if quota.namespace == namespace.id:
                 await self.state.scope_quotas.remove(quota.key)
@@ -512,12 +430,13 @@ class Node:
             self.engine.counters["sessions_expired"] += 1
             await self._attempt(self.end_session(session))
         await self._attempt(self.writes.sweep())
+        await self._attempt(self.blocks.finish_deletes())
 
     async def background(self) -> bool:
         """A bit of work that can wait: suspects to verify, deletions to finish. True if there may be more."""
         async with self._admin:  # a creation under way looks like a deletion
             for namespace in self.state.namespaces:
-                if namespace.deleting and self._drained(namespace.id):
+                if namespace.deleting and self._drained(namespace.id) and self.drives.all_there(namespace.id):
                     await self._attempt(self._finish_delete(namespace))
         await self._reclaim()
         return bool(await self.blocks.verify_some())
@@ -576,15 +495,20 @@ class Node:
             await self._attempt(self.end_session(session))
         # what an earlier stop left in doubt is still in doubt
         clean = not (self.engine.index.state[: self.engine.index.high] == RowState.SUSPECT).any()
+        clean &= not self.engine.space.away.size
         for spec in self.engine.space.specs.values():
             try:
                 clean &= await self.engine.target.barrier(spec) is Barrier.FLUSHED
             except ForebayError as error:
                 _log.warning("volume %d was not flushed: %s", spec.volume, error)
                 clean = False
-        await self.checkpoint()
-        if clean:
-            await self.meta.mark_clean()
+        try:
+            await self.checkpoint()
+            if clean:
+                await self.meta.mark_clean()
+        except (ForebayError, OSError) as error:
+            _log.error("the stop is not a clean one: %s", error)
+        self.drives.close()
         self.engine.waiters.wake([], WriteExpired.code)
 
 

@@ -173,6 +173,8 @@ class Room:
         state = index.state[rows]
         found = findable(state)
         free = (index.leases[rows] == 0) & (index.pins[rows] == 0) & (index.flags[rows] & PINNED == 0)
+        if self._e.space.unwritable.size:  # that makes no room that anybody could have
+            free &= ~np.isin(index.volume[rows], self._e.space.unwritable)
         evictable: Rows = rows[found & free]
         return evictable
 
@@ -267,6 +269,8 @@ class Room:
         e, index = self._e, self._e.index
         best: tuple[int, Rows] | None = None
         for volume in e.space.volumes_of(namespace.id):
+            if volume.id in e.space.unwritable:
+                continue
             rows = np.flatnonzero(index.volume[: index.high] == volume.id)
             rows = rows[index.namespace[rows] == namespace.id]
             evictable = self._evictable(rows)

@@ -16,12 +16,15 @@ is counted in regions: what is claimed is never more than a drive's capacity.
 from __future__ import annotations
 
 import asyncio
+import logging
 import struct
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
+import numpy.typing as npt
 
 from forebay.appliance.dataplane.extents import ExtentMap, Region
 from forebay.appliance.dataplane.interface import Target, VolumeSpec
@@ -29,29 +32,55 @@ from forebay.appliance.namespace.desired_state import Volume
 from forebay.appliance.namespace.quarantine import SHARE, Quarantine, Quarantined
 from forebay.appliance.namespace.store import Op, Store
 from forebay.crashpoints import crash_point
-from forebay.errors import MetadataCorrupt, NoSpace
+from forebay.errors import MetadataCorrupt, NoSpace, TargetFailed
 from forebay.ids import Extent, VolumeId
 from forebay.index import BlockIndex, Rows
 
-__all__ = ["Drive", "Space"]
+__all__ = ["Drive", "DriveState", "Space"]
+
+_log = logging.getLogger(__name__)
 
 _REGION_KEY = struct.Struct(">II")
 _REGION_VALUE = struct.Struct(">I")
 
 
+class DriveState(StrEnum):
+    """What can be done on a drive; see `drives`."""
+
+    SERVING = "serving"
+    READ_ONLY = "read_only"
+    AWAY = "away"
+
+
 @dataclass(slots=True)
 class Drive:
-    """A drive's share of the node. ``full`` is set when its file system had less room than its capacity says."""
+    """A drive's share of the node. ``full`` is set when its file system had less room than its capacity says.
+
+    ``reason`` says why it does not serve. One that is ``doubted`` gets a closer look.
+    """
 
     name: str
     path: str
     capacity_regions: int
     claimed_regions: int = 0
     full: bool = False
+    state: DriveState = DriveState.SERVING
+    reason: str = ""
+    doubted: bool = False
+
+    @property
+    def writable(self) -> bool:
+        return self.state is DriveState.SERVING
 
     @property
     def free_regions(self) -> int:
-        return 0 if self.full else max(0, self.capacity_regions - self.claimed_regions)
+        return 0 if self.full or not self.writable else max(0, self.capacity_regions - self.claimed_regions)
+
+    def failed(self, error: TargetFailed) -> None:
+        """Something could not be done there: nothing new is written until a closer look says that it can be."""
+        if self.writable:
+            self.state, self.reason = DriveState.READ_ONLY, error.message
+            _log.error("drive %s takes no more writes: %s", self.name, error)
 
 
 class Space:
@@ -64,6 +93,11 @@ class Space:
         self.region_bytes = region_bytes
         self.volumes: dict[VolumeId, Volume] = {}
         self.specs: dict[VolumeId, VolumeSpec] = {}
+        """Of the volumes that the target should serve: not of those on a drive that is away."""
+        self.away: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
+        """Volumes that nobody can read, and"""
+        self.unwritable: npt.NDArray[np.uint32] = self.away
+        """those where nothing new can be written."""
         self.maps: dict[VolumeId, ExtentMap] = {}
         self.quarantine = Quarantine(store)
         self._changing = asyncio.Lock()
@@ -71,10 +105,14 @@ class Space:
 
     # ------------------------------------------------------------------------------------------------ volumes
 
-    def add_volume(self, volume: Volume, spec: VolumeSpec) -> None:
-        """Take a volume into account, with the regions that metadata says it claimed. Raises `MetadataCorrupt`."""
+    def add_volume(self, volume: Volume, spec: VolumeSpec | None) -> None:
+        """Take a volume into account, with the regions that metadata says it claimed; None if its drive is away.
+
+        Raises `MetadataCorrupt`.
+        """
         self.volumes[volume.id] = volume
-        self.specs[volume.id] = spec
+        if spec is not None:
+            self.specs[volume.id] = spec
         extents = self.maps[volume.id] = ExtentMap(volume.id, self.region_bytes, volume.regions)
         for key, value in self._store.scan("regions", prefix=volume.id.to_bytes(4, "big")):
             number, slot_bytes = _REGION_KEY.unpack(key)[1], _REGION_VALUE.unpack(value)[0]
@@ -93,7 +131,7 @@ class Space:
         """Forget a volume whose file is gone, and its regions."""
         async with self._changing:  # a claim under way ends first, and its record is seen here
             extents, gone = self.maps.pop(volume), self.volumes.pop(volume)
-            del self.specs[volume]
+            self.specs.pop(volume, None)
             for owner in [o for o in self._scoped if o[0] == gone.namespace and not self.volumes_of(o[0])]:
                 del self._scoped[owner]
             claimed = self._store.scan("regions", prefix=volume.to_bytes(4, "big"))
@@ -102,6 +140,21 @@ class Space:
             drive = self.drives[gone.drive]
             drive.claimed_regions -= len(extents.claimed)
             drive.full = False
+
+    def note_away(self) -> None:
+        """A drive's state has changed: which volumes can be read and written follows."""
+        drives, volumes = self.drives, self.volumes.values()
+        away = [v.id for v in volumes if drives[v.drive].state is DriveState.AWAY]
+        self.away = np.array(sorted(away), np.uint32)
+        self.unwritable = np.array(sorted(v.id for v in volumes if not drives[v.drive].writable), np.uint32)
+
+    def is_away(self, volumes: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+        """Which of these volumes nobody can read."""
+        return np.isin(volumes, self.away)
+
+    def _writable(self, namespace: int) -> list[Volume]:
+        """A namespace's volumes on drives that take writes."""
+        return [v for v in self.volumes_of(namespace) if self.drives[v.drive].writable]
 
     def volumes_of(self, namespace: int) -> list[Volume]:
         """A namespace's volumes."""
@@ -120,7 +173,7 @@ class Space:
     def tightest_slot(self, namespace: int) -> int | None:
         """The slot size of a namespace's regions with the smallest share of free slots, or None if it has none."""
         totals: dict[int, list[int]] = {}
-        for volume in self.volumes_of(namespace):
+        for volume in self._writable(namespace):
             for region in self.maps[volume.id].claimed.values():
                 total = totals.setdefault(region.slot_bytes, [0, 0])
                 total[0] += region.free_slots
@@ -133,7 +186,7 @@ class Space:
 
     def roomier_slot(self, namespace: int, slot_bytes: int, most_bytes: int) -> int | None:
         """The smallest slot size above ``slot_bytes``, up to ``most_bytes``, that has free slots."""
-        sizes = (s for v in self.volumes_of(namespace) for s in self.maps[v.id].slot_sizes())
+        sizes = (s for v in self._writable(namespace) for s in self.maps[v.id].slot_sizes())
         return min((s for s in sizes if slot_bytes < s <= most_bytes), default=None)
 
     def scopes_of(self, namespace: int) -> dict[int, int]:
@@ -143,7 +196,7 @@ class Space:
     def take(self, namespace: int, scope: int, slot_bytes: int, want: int) -> list[Extent]:
         """Up to ``want`` free extents of claimed regions, consecutive where possible, now owned by the scope."""
         taken: list[Extent] = []
-        maps = [self.maps[v.id] for v in self.volumes_of(namespace)]
+        maps = [self.maps[v.id] for v in self._writable(namespace)]
         while len(taken) < want:
             extents = max(maps, key=lambda m: m.free_slots(slot_bytes), default=None)
             if extents is None or not extents.free_slots(slot_bytes):
@@ -234,8 +287,12 @@ class Space:
                     await self._target.prepare_region(
                         self.specs[volume.id], number * self.region_bytes, self.region_bytes
                     )
-                except NoSpace:
-                    drive.full = True
+                except (NoSpace, TargetFailed) as error:
+                    if isinstance(error, TargetFailed):
+                        drive.failed(error)
+                        self.note_away()
+                    else:
+                        drive.full = True
                     drive.claimed_regions -= 1
                     await self._store.write([Op("regions", key, None)])
                     continue
@@ -250,28 +307,35 @@ class Space:
 
     async def reclaim(self, namespace: int) -> bool:
         """Release one empty region of any volume that shares a drive with the namespace; False if there is none."""
-        drives = {v.drive for v in self.volumes_of(namespace)}
+        drives = {v.drive for v in self._writable(namespace)}
         for volume in list(self.volumes.values()):
             if volume.drive in drives:
                 region = next(self.maps[volume.id].empty_regions(), None)
-                if region is not None:
-                    await self.release(region)
+                if region is not None and await self.release(region):
                     return True
         return False
 
-    async def release(self, region: Region) -> None:
-        """Give an empty region back to its drive."""
+    async def release(self, region: Region) -> bool:
+        """Give an empty region back to its drive; False if that failed, or cannot be done at present."""
         async with self._changing:
             extents = self.maps.get(region.volume)
             if extents is None or extents.claimed.get(region.number) is not region or not region.empty:
-                return  # somebody was faster
+                return True  # somebody was faster
+            drive = self.drives[self.volumes[region.volume].drive]
+            if not drive.writable:
+                return False
             # should the target not answer, the region stays claimed and closed, and a later call releases it
             extents.close(region.number)
             crash_point("region.before_release")
-            await self._target.release_region(self.specs[region.volume], region.offset_bytes, self.region_bytes)
+            try:
+                await self._target.release_region(self.specs[region.volume], region.offset_bytes, self.region_bytes)
+            except TargetFailed as error:
+                drive.failed(error)
+                self.note_away()
+                return False
             crash_point("region.after_release_before_record")
             await self._store.write([Op("regions", _REGION_KEY.pack(region.volume, region.number), None)])
             extents.unclaim(region.number)
-            drive = self.drives[self.volumes[region.volume].drive]
             drive.claimed_regions -= 1
             drive.full = False
+            return True

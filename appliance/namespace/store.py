@@ -48,6 +48,10 @@ class Store(ABC):
     def scan(self, family: str, start: bytes = b"", prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Pairs in key order from ``start`` on, while keys begin with ``prefix``."""
 
+    def deletes(self, family: str, prefix: bytes) -> list[Op]:
+        """What to write to delete every key that begins so."""
+        return [Op(family, key, None) for key, _ in self.scan(family, prefix=prefix)]
+
     @abstractmethod
     async def write(self, ops: Sequence[Op], *, durable: bool = True) -> None:
         """Apply all or none. Returns when the batch is durable, or merely accepted with ``durable=False``.

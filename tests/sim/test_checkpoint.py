@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import cbor2
@@ -12,8 +13,8 @@ import pytest
 from forebay.appliance.namespace import checkpoint
 from forebay.appliance.namespace.records import Durability
 from forebay.appliance.namespace.rocks import RocksStore
-from forebay.appliance.namespace.store import MemoryStore
-from forebay.errors import OK
+from forebay.appliance.namespace.store import MemoryStore, Op
+from forebay.errors import OK, NoSpace
 from forebay.ids import BlockKey
 from forebay.schema import Schema
 from tests.sim.rig import Member, Rig
@@ -176,7 +177,22 @@ async def test_blocks_of_unknown_flush_are_doubted_after_a_kill(rig: Rig) -> Non
 
 @on_loop
 async def test_the_copy_is_given_up_while_a_delete_may_not_be_in_the_log(rig: Rig) -> None:
-    await _filled(rig)
-    rig.node.blocks.delete_failed = True
+    m = await _filled(rig)
+    writing = rig.store.write
+
+    async def full(ops: Sequence[Op], *, durable: bool = True) -> None:
+        raise NoSpace("the drive is full")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(NoSpace):
+        patch.setattr(rig.store, "write", full)
+        await rig.node.blocks.delete(m.session, [BlockKey(KEYS[0])])
+    assert rig.store.write == writing
     assert not await rig.node.checkpoint()
     assert rig.checkpoint is not None and not rig.checkpoint.exists()
+    used = rig.node.engine.space.used_bytes(m.session.namespace)
+    await rig.node.sweep()  # the delete is written after all, and its extent is free
+    assert rig.node.engine.space.used_bytes(m.session.namespace) < used
+    rig.check()
+    assert await rig.node.checkpoint()
+    m = await _reopened(rig)
+    assert rig.present(m, *KEYS[:2]) == [False, True]

@@ -66,7 +66,7 @@ async def _check(rig: Rig, said: list[str]) -> None:
     for extents in node.engine.space.maps.values():
         assert not list(extents.empty_regions()), "a region without blocks was not released"
     known = {v.id for v in node.state.volumes}
-    assert set(node._files["drive0"].present()) == known == set(rig.target.volumes)
+    assert set(node.drives.files("drive0").present()) == known == set(rig.target.volumes)
     assert {int.from_bytes(key[:4], "big") for key, _ in rig.store.scan("regions")} <= known
     records = [key for key, _ in rig.store.scan("blocks")]
     assert len(records) == len(list(rig.store.scan("owners"))) == index.count

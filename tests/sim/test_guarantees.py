@@ -360,11 +360,12 @@ async def test_4_a_region_changes_hands_only_when_its_deallocate_is_done(
     deallocate = Space.release
     begun: list[asyncio.Task[None]] = []
 
-    async def hasty(self: Space, region: Any) -> None:
+    async def hasty(self: Space, region: Any) -> bool:
         self.maps[region.volume].unclaim(region.number)
         self.drives[self.volumes[region.volume].drive].claimed_regions -= 1
         specs = self.specs[region.volume]
         begun.append(asyncio.ensure_future(self._target.release_region(specs, region.offset_bytes, REGION)))
+        return True
 
     if removed:
         monkeypatch.setattr(Space, "release", hasty)

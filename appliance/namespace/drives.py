@@ -1,0 +1,517 @@
+"""The drives of a node: brought into service, lost, and brought back.
+
+========= ================================================= ==========================================================
+drive     moved by                                          blocks on it
+========= ================================================= ==========================================================
+serving   a start, `NodeDrives.look` (bring back)           read and written
+read_only a flush, a region or a probe that failed          read; nothing new is written
+away      its directory, identity or a label is not there   misses (`Unavailable`); what writers store again goes to
+          or not its own; it does not answer                another drive
+========= ================================================= ==========================================================
+
+A drive that is lost takes only its own volumes. Its records stay, so its blocks are there again when it is, if drive
+and labels prove to be the ones that metadata names. A start without it remembers the epoch that its labels have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from forebay.appliance.dataplane.block_volumes import is_device
+from forebay.appliance.dataplane.interface import VolumeSpec
+from forebay.appliance.dataplane.labels import LabelledVolumes, VolumeLabel, translated, volume_size_bytes
+from forebay.appliance.dataplane.volumes import open_drive, volumes_on
+from forebay.appliance.namespace.blocks import Engine
+from forebay.appliance.namespace.desired_state import DesiredState, Namespace, Volume
+from forebay.appliance.namespace.meta import NodeMeta
+from forebay.appliance.namespace.records import FLUSHED
+from forebay.appliance.namespace.space import Drive, DriveState
+from forebay.crashpoints import crash_point
+from forebay.errors import ForebayError, InvalidArgument, NoSpace, Unavailable, VolumeMismatch
+from forebay.ids import NamespaceId, VolumeId
+from forebay.index import RowState, findable
+
+__all__ = ["NodeDrives"]
+
+_log = logging.getLogger(__name__)
+_MAX_NSID = 1024
+_PROBE_FILE = "forebay.probe"
+_PROBE_BYTES = 64 << 10
+_HANGS_MS = 30_000
+"""A look that takes longer waits for a drive that is away."""
+_AGAIN_MS = 1_000
+_AGAIN_MOST_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What one look at a drive found."""
+
+    state: DriveState
+    reason: str = ""
+    free_bytes: int | None = None
+    """Of its file system; None where that says nothing."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    """What is remembered between two looks."""
+
+    errors: dict[VolumeId, int] = field(default_factory=dict)
+    looking: Future[_Look] | None = None
+    looking_since_ms: int = 0
+    again_ms: int = 0
+    wait_ms: int = _AGAIN_MS
+
+
+class NodeDrives:
+    """All drives of a node and the volumes on them. ``changing`` is the node's lock of administrative changes."""
+
+    def __init__(
+        self, engine: Engine, state: DesiredState, meta: NodeMeta, region_bytes: int, changing: asyncio.Lock
+    ) -> None:
+        self._e = engine
+        self._state = state
+        self._meta = meta
+        self._region_bytes = region_bytes
+        self._changing = changing
+        self._files: dict[str, LabelledVolumes] = {}
+        self._watched = {name: _Watched() for name in engine.space.drives}
+        # a thread each: one that waits for a drive keeps nobody from looking at the others
+        self._threads = ThreadPoolExecutor(max(1, len(self._watched)), thread_name_prefix="forebay-drive")
+        self.reconcile: Callable[[], Awaitable[object]] = self._reconcile_volumes
+        """Makes the target serve `Space.specs` and nothing else; whoever calls holds ``changing``."""
+
+    def close(self) -> None:
+        """Look no more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _reconcile_volumes(self) -> None:
+        await self._e.target.reconcile(list(self._e.space.specs.values()), [])
+
+    def files(self, drive: str) -> LabelledVolumes:
+        """The volumes of a drive that is there."""
+        return self._files[drive]
+
+    # ------------------------------------------------------------------------------------------------ start
+
+    async def start(self) -> None:
+        """Check and stamp every label, and let the target serve the volumes.
+
+        A drive whose volumes cannot be served is away, unless it would be the last: then raises what is wrong with it.
+        """
+        meta, space = self._meta, self._e.space
+        for drive in space.drives.values():
+            if drive.state is not DriveState.AWAY:
+                self._files[drive.name] = volumes_on(Path(drive.path))
+        await self._drop_unfinished()
+        volumes = list(self._state.volumes)
+        for volume in volumes:
+            if volume.drive not in space.drives:
+                raise VolumeMismatch(
+                    f"volume {volume.id} lies on drive {volume.drive!r}, which the configuration does not name",
+                    field="drives",
+                )
+        by_drive = {name: [v for v in volumes if v.drive == name] for name in space.drives}
+        for name, mine in by_drive.items():
+            self._try(name, lambda name=name, mine=mine: self._check(name, mine))  # type: ignore[misc]
+        for drive in self._serving():
+            if drive.name in meta.absent:
+                await meta.note_absent(drive.name, meta.intended_epoch)
+        first = True
+        for name, mine in by_drive.items():
+            for volume in mine:
+                self._try(name, lambda v=volume: self._files[v.drive].stamp(v.id, meta.intended_epoch))  # type: ignore[misc]
+                if first:
+                    crash_point("start.between_labels")
+                first = False
+        for drive in space.drives.values():
+            if drive.state is DriveState.AWAY:
+                _log.error("drive %s is away, its blocks are misses: %s", drive.name, drive.reason)
+                await meta.note_absent(drive.name, meta.confirmed_epoch, meta.intended_epoch)
+        await meta.confirm_epoch()
+        for drive in self._serving():
+            await meta.note_present(drive.name)
+        for volume in volumes:
+            drive = space.drives[volume.drive]
+            drive.capacity_regions = drive.capacity_regions or volume.regions
+            space.add_volume(volume, self.spec(volume) if drive.state is not DriveState.AWAY else None)
+        space.note_away()
+        if strays := space.quarantine.strays(space.volumes):
+            await self._e.store.write(strays)
+        # hosts of earlier incarnations lose their right to connect here, not only their connections
+        await self._reconcile_volumes()
+        for drive in self._serving():
+            self._remove_strays(drive.name)
+
+    def _try(self, name: str, act: Callable[[], object]) -> None:
+        """Do something on a drive; one that fails is away, unless no other serves."""
+        drive = self._e.space.drives[name]
+        if drive.state is DriveState.AWAY:
+            return
+        try:
+            act()
+        except ForebayError as error:
+            if len(list(self._serving())) == 1:
+                raise
+            drive.state, drive.reason = DriveState.AWAY, error.message
+
+    def _serving(self) -> Iterable[Drive]:
+        return (d for d in self._e.space.drives.values() if d.state is not DriveState.AWAY)
+
+    def _check(self, name: str, volumes: Iterable[Volume]) -> None:
+        """Compare the labels of a drive's volumes with metadata. Raises `VolumeMismatch`, `TargetFailed`."""
+        meta = self._meta
+        for volume in volumes:
+            label = self._label(volume, meta.confirmed_epoch)
+            self._files[name].check(label, meta.intended_epoch, also=meta.absent.get(name, ()))
+
+    def _remove_strays(self, name: str) -> None:
+        known = {v.id for v in self._state.volumes if v.drive == name}
+        for left in self._files[name].present():
+            if left not in known:
+                _log.warning(
+                    "volume %d on drive %s has no metadata: a creation was cut short; it is removed", left, name
+                )
+                self._files[name].remove(left)
+
+    async def _drop_unfinished(self) -> None:
+        """Clear away volumes of namespaces whose creation or deletion was cut short: their files may be gone."""
+        for namespace in self._state.namespaces:
+            if not namespace.deleting:
+                continue
+            for volume in self._state.volumes_of(namespace.id):
+                if volume.drive not in self._files:
+                    continue  # it goes when its drive is back
+                await self._e.target.remove_volume(self.spec(volume))
+                self._files[volume.drive].remove(volume.id)
+                number = volume.id.to_bytes(4, "big")
+                ops = [op for family in ("regions", "owners") for op in self._e.store.deletes(family, number)]
+                await self._e.store.write(ops + self._e.space.quarantine.drop(volume.id))
+                await self._state.volumes.remove(volume.key)
+
+    # ------------------------------------------------------------------------------------------------ volumes
+
+    def _label(self, volume: Volume, epoch: int) -> VolumeLabel:
+        return VolumeLabel(
+            self._meta.node_id,
+            volume.id,
+            NamespaceId(volume.namespace),
+            uuid.UUID(volume.uuid).bytes,
+            epoch,
+            self._region_bytes,
+            volume_size_bytes(volume.regions, self._region_bytes),
+        )
+
+    def spec(self, volume: Volume) -> VolumeSpec:
+        """What the target should serve of a volume whose drive is there."""
+        namespace = self._state.namespaces.get(str(volume.namespace))
+        if namespace is None:
+            raise VolumeMismatch(f"volume {volume.id} has no namespace in metadata", field="namespace")
+        return VolumeSpec(
+            volume.id,
+            namespace.tenant,
+            volume.nsid,
+            f"vol{volume.id}",
+            str(self._files[volume.drive].path(volume.id)),
+            volume_size_bytes(volume.regions, self._region_bytes),
+            volume.nguid,
+        )
+
+    async def create_volumes(self, namespace: Namespace) -> None:
+        """A volume on every drive that takes one and has none of this namespace yet.
+
+        Raises what the last drive raised if there is no volume at all then.
+        """
+        trouble: ForebayError = Unavailable("no drive takes a new volume", field="drives")
+        there = {v.drive for v in self._state.volumes_of(namespace.id)}
+        for drive in self._e.space.drives.values():
+            if drive.name in there or drive.state is not DriveState.SERVING:
+                continue
+            try:
+                await self._create_volume(namespace, drive)
+            except ForebayError as error:
+                if len(self._e.space.drives) == 1:
+                    raise
+                trouble = error
+                drive.doubted = True
+                _log.error("namespace %s has no volume on drive %s: %s", namespace.full_name, drive.name, error)
+        if not self._state.volumes_of(namespace.id):
+            raise trouble
+
+    async def _create_volume(self, namespace: Namespace, drive: Drive) -> None:
+        volume_id = VolumeId(await self._state.new_id())
+        fresh = str(uuid.UUID(bytes=self._e.random(16), version=4))
+        volume = Volume(
+            volume_id, namespace.id, drive.name, self._free_nsid(namespace.tenant), fresh, fresh, drive.capacity_regions
+        )
+        self._files[drive.name].create(self._label(volume, self._meta.confirmed_epoch))
+        crash_point("volume.after_file_before_record")
+        await self._state.volumes.put(volume)
+        spec = self.spec(volume)
+        self._e.space.add_volume(volume, spec)
+        await self._e.target.add_volume(spec)
+
+    def _free_nsid(self, tenant: str) -> int:
+        tenants = {n.id: n.tenant for n in self._state.namespaces}
+        taken = {v.nsid for v in self._state.volumes if tenants.get(v.namespace) == tenant}
+        for nsid in range(1, _MAX_NSID + 1):
+            if nsid not in taken:
+                return nsid
+        raise InvalidArgument(f"tenant {tenant!r} has as many volumes as it can have", field="name", limit=_MAX_NSID)
+
+    def all_there(self, namespace: int) -> bool:
+        """Whether every drive that has a volume of a namespace can take that away."""
+        drives = self._e.space.drives
+        return all(drives[v.drive].state is DriveState.SERVING for v in self._state.volumes_of(namespace))
+
+    async def remove_volume(self, volume: Volume) -> None:
+        """Take a volume away, from the target, from its drive, from metadata."""
+        space = self._e.space
+        if volume.id in space.volumes:
+            if volume.id in space.specs:
+                await self._e.target.remove_volume(space.specs[volume.id])
+            await space.drop_volume(volume.id)
+        crash_point("volume.after_regions_before_file_removed")
+        self._files[volume.drive].remove(volume.id)
+        crash_point("volume.after_file_removed_before_record")
+        await self._state.volumes.remove(volume.key)
+
+    # ------------------------------------------------------------------------------------------------ watching
+
+    async def look(self) -> None:
+        """Look at every drive: which are lost, which are back. Called every second or so."""
+        await self._count_errors()
+        for name, drive in self._e.space.drives.items():
+            found = self._ask(drive, self._watched[name])
+            if found is not None:
+                await self._judge(drive, self._watched[name], found)
+
+    async def _count_errors(self) -> None:
+        """Doubt the drives of which the target failed to read or write something since the last time."""
+        try:
+            errors = await self._e.target.volume_errors()
+        except ForebayError:
+            return  # the supervisor's concern
+        for volume, count in errors.items():
+            known = self._e.space.volumes.get(volume)
+            if known is None:
+                continue
+            before = self._watched[known.drive].errors
+            if count > before.get(volume, 0):
+                self._e.space.drives[known.drive].doubted = True
+                self._e.counters[f"drive_errors_{known.drive}"] += count - before.get(volume, 0)
+            before[volume] = count
+
+    def _ask(self, drive: Drive, watched: _Watched) -> _Look | None:
+        """The answer of the look that was begun, if there is one, and a new one begun if it is time."""
+        now_ms = self._e.clock.monotonic_ms()
+        asked = watched.looking
+        if asked is not None and not asked.done():
+            if now_ms - watched.looking_since_ms < _HANGS_MS or drive.state is DriveState.AWAY:
+                return None
+            return _Look(DriveState.AWAY, f"{drive.path} does not answer")
+        watched.looking = None
+        if asked is not None:
+            return asked.result()
+        if drive.state is DriveState.SERVING or now_ms >= watched.again_ms:
+            closely = drive.doubted or drive.state is not DriveState.SERVING
+            paths = [Path(s.path) for s in self._e.space.specs.values() if self._drive_of(s.volume) == drive.name]
+            identity = uuid.UUID(self._meta.drives[drive.name])
+            watched.looking_since_ms = now_ms
+            watched.looking = self._threads.submit(
+                _look_at, Path(drive.path), self._meta.node_id, identity, paths, closely
+            )
+        return None
+
+    def _drive_of(self, volume: VolumeId) -> str:
+        return self._e.space.volumes[volume].drive
+
+    async def _judge(self, drive: Drive, watched: _Watched, found: _Look) -> None:
+        if found.state is DriveState.SERVING and drive.state is DriveState.SERVING:
+            drive.doubted = False
+            if drive.full and found.free_bytes is not None:
+                drive.full = found.free_bytes < self._region_bytes
+            watched.wait_ms = _AGAIN_MS
+            if any(self._lacks_volume(n, drive) for n in self._state.namespaces) and not drive.full:
+                async with self._changing:
+                    await self._complete()
+        elif found.state is DriveState.SERVING:
+            await self._bring_back(drive, watched)
+        elif drive.state is DriveState.AWAY:
+            drive.reason = found.reason  # nothing of it is served; a read-only one cannot be taken into service
+            self._later(watched)
+        else:
+            await self.lose(drive, found.state, found.reason)
+            self._later(watched)
+
+    def _lacks_volume(self, namespace: Namespace, drive: Drive) -> bool:
+        return not namespace.deleting and all(v.drive != drive.name for v in self._state.volumes_of(namespace.id))
+
+    def _later(self, watched: _Watched) -> None:
+        watched.again_ms = self._e.clock.monotonic_ms() + watched.wait_ms
+        watched.wait_ms = min(2 * watched.wait_ms, _AGAIN_MOST_MS)
+
+    async def lose(self, drive: Drive, state: DriveState, reason: str) -> None:
+        """A drive can only be read from now on, or not even that."""
+        if (drive.state, drive.reason) == (state, reason):
+            return
+        if drive.state is not state:
+            _log.error("drive %s is %s: %s", drive.name, state.replace("_", " "), reason)
+            self._e.counters["drives_lost"] += 1
+            self._tell(drive, "degraded", f"drive {drive.name} is {state.replace('_', ' ')}")
+        drive.state, drive.reason = state, reason
+        if state is DriveState.AWAY:
+            async with self._changing:
+                self._withdraw(drive)
+                await self._quietly(self.reconcile())
+
+    def _withdraw(self, drive: Drive) -> None:
+        space = self._e.space
+        for volume in [v.id for v in space.volumes.values() if v.drive == drive.name]:
+            space.specs.pop(volume, None)
+            self._watched[drive.name].errors.pop(volume, None)
+        space.note_away()
+
+    def _tell(self, drive: Drive, kind: str, reason: str) -> None:
+        """An event for each namespace that has blocks there."""
+        for namespace in sorted({v.namespace for v in self._e.space.volumes.values() if v.drive == drive.name}):
+            self._e.events.add(kind, namespace, reason=reason)
+
+    @staticmethod
+    async def _quietly(work: Awaitable[object]) -> bool:
+        try:
+            await work
+        except ForebayError as error:
+            _log.warning("%s", error)
+            return False
+        return True
+
+    async def _bring_back(self, drive: Drive, watched: _Watched) -> None:
+        """Serve a drive again whose directory and identity are its own, if its labels are, too.
+
+        Its volumes are opened anew: a file that was open while its drive failed proves nothing.
+        """
+        space, name = self._e.space, drive.name
+        async with self._changing:
+            was = drive.state
+            drive.state = DriveState.AWAY
+            self._withdraw(drive)
+            try:
+                await self.reconcile()
+                await self._prove(drive)
+                mine = [v for v in space.volumes.values() if v.drive == name]
+                living = {n.id for n in self._state.namespaces if not n.deleting}
+                space.specs.update((v.id, self.spec(v)) for v in mine if v.namespace in living)
+                await self.reconcile()
+                await self._meta.note_present(name)
+            except ForebayError as error:
+                self._withdraw(drive)
+                await self._quietly(self.reconcile())
+                drive.reason = error.message
+                if was is not DriveState.AWAY:
+                    self._tell(drive, "degraded", f"drive {name} is away")
+                _log.error("drive %s stays away: %s", name, error)
+                self._later(watched)
+                return
+            drive.state, drive.reason, drive.doubted, drive.full = DriveState.SERVING, "", False, False
+            watched.wait_ms = _AGAIN_MS
+            space.note_away()
+            doubtful = self._doubt(drive)
+            self._e.counters["drives_back"] += 1
+            self._tell(drive, "restored", f"drive {name} is back")
+            _log.warning("drive %s is back: %d blocks to verify", name, doubtful)
+            await self._complete()
+
+    async def _prove(self, drive: Drive) -> None:
+        """Compare identity and labels with metadata, and stamp what was away during a start."""
+        name, path, meta = drive.name, Path(drive.path), self._meta
+        await asyncio.to_thread(open_drive, path, meta.node_id, uuid.UUID(meta.drives[name]))
+        self._files[name] = await asyncio.to_thread(volumes_on, path)
+        living = {n.id for n in self._state.namespaces if not n.deleting}
+        mine = [v for v in self._e.space.volumes.values() if v.drive == name and v.namespace in living]
+        await asyncio.to_thread(self._check, name, mine)
+        if name in meta.absent:
+            await meta.note_absent(name, meta.confirmed_epoch)
+            for volume in mine:
+                await asyncio.to_thread(self._files[name].stamp, volume.id, meta.confirmed_epoch)
+        await asyncio.to_thread(self._remove_strays, name)
+        drive.capacity_regions = drive.capacity_regions or max((v.regions for v in mine), default=0)
+
+    def _doubt(self, drive: Drive) -> int:
+        """Make suspects of the drive's blocks whose flush is not known: it may have lost them. How many."""
+        index = self._e.index
+        volumes = [v.id for v in self._e.space.volumes.values() if v.drive == drive.name]
+        rows = np.flatnonzero(findable(index.state[: index.high]) & np.isin(index.volume[: index.high], volumes))
+        rows = rows[index.flags[rows] & FLUSHED == 0]
+        index.state[rows] = RowState.SUSPECT
+        return len(rows)
+
+    async def _complete(self) -> None:
+        """Give namespaces that were made while a drive was away their volumes on it."""
+        for namespace in self._state.namespaces:
+            if not namespace.deleting:
+                await self._quietly(self.create_volumes(namespace))
+        await self._quietly(self.reconcile())  # so that hosts see what is new
+
+
+def _look_at(drive: Path, node_id: bytes, identity: uuid.UUID, volumes: list[Path], closely: bool) -> _Look:
+    """One look, in a thread of its own: it may wait for the drive."""
+    try:
+        open_drive(drive, node_id, identity)
+        for volume in volumes:
+            with translated(f"volume {volume}"):
+                os.stat(volume)
+                if closely:
+                    _read_first(volume)
+        if is_device(drive):
+            return _Look(DriveState.SERVING)
+    except ForebayError as error:
+        return _Look(DriveState.AWAY, error.message)
+    try:
+        with translated(f"drive {drive}"):
+            space = os.statvfs(drive)
+            if space.f_flag & os.ST_RDONLY:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            if closely:
+                _write_probe(drive / _PROBE_FILE)
+        return _Look(DriveState.SERVING, free_bytes=space.f_bavail * space.f_frsize)
+    except NoSpace:
+        return _Look(DriveState.SERVING, free_bytes=0)  # full is not failed: the allocator knows what to do
+    except ForebayError as error:
+        return _Look(DriveState.READ_ONLY, error.message)
+
+
+def _read_first(path: Path) -> None:
+    """Read a volume's first block from the drive and not from memory. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(handle, 0, _PROBE_BYTES, os.POSIX_FADV_DONTNEED)
+        os.pread(handle, 4096, 0)
+    finally:
+        os.close(handle)
+
+
+def _write_probe(path: Path) -> None:
+    """Write a file and make it stable. Raises OSError."""
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(handle, bytes(_PROBE_BYTES))
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
