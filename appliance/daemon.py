@@ -35,6 +35,7 @@ from forebay.appliance.dataplane.embedded import EmbeddedTarget, TransportLimits
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.supervisor import Supervisor
 from forebay.appliance.dataplane.volumes import claim_drive, drive_space, open_drive, require_capacity
+from forebay.appliance.directories import make_directory
 from forebay.appliance.namespace.acl import hash_token, new_token
 from forebay.appliance.namespace.checkpoint import FILE_NAME
 from forebay.appliance.namespace.desired_state import Principal
@@ -88,7 +89,7 @@ def hold(data: Path) -> Iterator[None]:
     Raises `DataDirInUse`, and `ConfigInvalid` where there can be none.
     """
     try:
-        data.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directory(data)
         handle = os.open(data / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         raise ConfigInvalid(f"data: {data} is no directory: name one, or a path that is free", field="data") from None

@@ -32,6 +32,7 @@ from forebay.appliance.dataplane.labels import (
     translated,
     volume_size_bytes,
 )
+from forebay.appliance.directories import make_directory, sync_directory
 from forebay.errors import (
     AlreadyExists,
     CapacityShort,
@@ -60,14 +61,6 @@ __all__ = [
 DRIVE_FILE = "forebay.drive"
 
 
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _write_new(path: Path, data: bytes, size_bytes: int | None = None) -> None:
     """A file that is there whole, under its name and stable, or not at all."""
     unfinished = path.with_name(path.name + ".new")
@@ -83,7 +76,7 @@ def _write_new(path: Path, data: bytes, size_bytes: int | None = None) -> None:
     finally:
         os.close(handle)
     os.rename(unfinished, path)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def _read_identity(drive: Path) -> DriveIdentity | None:
@@ -116,12 +109,12 @@ def claim_drive(drive: Path, node_id: bytes) -> DriveIdentity:
                     f"{volumes} holds volumes but {drive / DRIVE_FILE} is gone: restore it, or move the volumes away",
                     field="drive",
                 )
-            drive.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_directory(drive)
             identity = DriveIdentity(node_id, uuid.uuid4())
             _write_new(drive / DRIVE_FILE, encode_identity(identity).encode())
         _require_node(drive, identity, node_id)
         volumes.mkdir(exist_ok=True, mode=0o700)
-        _sync_directory(drive)
+        sync_directory(drive)
     return identity
 
 
@@ -241,7 +234,7 @@ class FileVolumes(LabelledVolumes):
         """Delete a volume's file, stable when this returns; one that is gone is no error."""
         with translated(f"volume {self.path(volume)}"):
             self.path(volume).unlink(missing_ok=True)
-            _sync_directory(self._directory)
+            sync_directory(self._directory)
 
 
 def volumes_on(drive: Path) -> LabelledVolumes:

@@ -22,8 +22,9 @@ class ChangeLog:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        base = int.from_bytes(store.get("meta", _BASE) or b"", "big")
-        self.last = max([base, *(number for number, _ in self.after(base))])
+        self.base = int.from_bytes(store.get("meta", _BASE) or b"", "big")
+        """Entries up to this number are forgotten: a checkpoint that is not whole up to here is of no use."""
+        self.last = max([self.base, *(number for number, _ in self.after(self.base))])
         self._open: dict[int, int] = {}  # first number of a batch -> its last
 
     def enter(self, stored_keys: Sequence[StoredKey]) -> tuple[range, list[Op]]:
@@ -57,6 +58,7 @@ class ChangeLog:
     async def forget(self, number: int) -> None:
         """A durable checkpoint holds all changes up to ``number``: drop their entries."""
         await self._store.write([Op("meta", _BASE, _key(number))])
+        self.base = number
         await self._store.delete_range("changes", _key(0), _key(number + 1))
 
 

@@ -22,6 +22,7 @@ from typing import IO, Any
 import cbor2
 import numpy as np
 
+from forebay.appliance.directories import sync_directory
 from forebay.appliance.namespace.blocks import Engine
 from forebay.checksum import crc32c
 from forebay.crashpoints import crash_point
@@ -82,6 +83,7 @@ async def save_checkpoint(engine: Engine, path: Path, node_id: bytes, delete_fai
         await run(None, _sync, file)
     crash_point("checkpoint.before_rename")
     os.replace(unfinished, path)
+    await run(None, sync_directory, path.parent)  # else an older one may be back that has not what is forgotten here
     crash_point("checkpoint.after_rename_before_forget")
     await engine.changes.forget(change)
     return True
@@ -117,6 +119,9 @@ def load_checkpoint(engine: Engine, path: Path, node_id: bytes) -> int | None:
                 _log.warning("%s is of another version or node: the index is rebuilt from the records", path)
                 return None
             change, high = int(header["change"]), int(header["high"])
+            if change < engine.changes.base:
+                _log.warning("%s is older than the log of changes: the index is rebuilt from the records", path)
+                return None
             if change > engine.changes.last or high > engine.index.max_rows:
                 _log.warning("%s is newer than the records: the index is rebuilt from them", path)
                 return None

@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from rocksdict import AccessType, BlockBasedOptions, Cache, DBRecoveryMode, Options, Rdict, WriteBatch, WriteOptions
 
+from forebay.appliance.directories import make_directory
 from forebay.appliance.histogram import Histogram
 from forebay.appliance.namespace.store import FAMILIES, Op, Store
 from forebay.crashpoints import crash_point
@@ -131,7 +132,7 @@ class RocksStore(Store):
     def __init__(self, path: Path, *, read_only: bool = False, retry_s: float = _RETRY_S) -> None:
         if not read_only:
             try:
-                path.mkdir(parents=True, exist_ok=True, mode=0o700)
+                make_directory(path)  # RocksDB makes stable what is in it, not that it is there
             except OSError as e:
                 raise _error(path, "the directory cannot be made", e, opening=True) from e
         self._path = path
