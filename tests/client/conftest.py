@@ -2,12 +2,14 @@
 
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,16 @@ def eventually(condition: Callable[[], object], what: str, seconds: float = 20.0
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s: {what}"
         time.sleep(0.005)
+
+
+def lasting_port() -> int:
+    """A free port that is still free after who listened on it was killed: none that the system gives to connections."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(10_000, max(first, 11_000)), 100):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+    raise AssertionError("no free port was found")
 
 
 def new_host() -> HostIdentity:
@@ -123,20 +135,23 @@ class NodeAccess:
 
 
 class NodeProcess(NodeAccess):
-    """A node: daemon and target, on ports of the system's choice."""
+    """A node: daemon and target."""
 
-    def __init__(self, data: Path) -> None:
+    program: Sequence[str] = (str(Path(sys.executable).with_name("forebay")),)
+
+    def __init__(self, data: Path, **environment: str) -> None:
         self.data = data
+        self.environment = environment
         self.process: subprocess.Popen[bytes]
         self.info: dict[str, object] = {}
-        self.grpc, self.nvme = "127.0.0.1:0", "127.0.0.1:0"
+        self.grpc, self.nvme = (f"127.0.0.1:{lasting_port()}" for _ in range(2))
         self.start()
 
     def start(self) -> None:
-        """Start it, after the first time on the ports it had."""
+        """Start it, every time on the same ports."""
         env = {**os.environ, "FOREBAY_GRPC_LISTEN": self.grpc, "FOREBAY_TARGET_LISTEN": self.nvme}
-        env["FOREBAY_HTTP_LISTEN"] = "127.0.0.1:0"
-        command = [str(Path(sys.executable).with_name("forebay")), "serve", "--data", str(self.data)]
+        env |= {"FOREBAY_HTTP_LISTEN": "127.0.0.1:0", **self.environment}
+        command = [*self.program, "serve", "--data", str(self.data)]
         described = self.data / "node.json"
         described.unlink(missing_ok=True)
         with (self.data.parent / "node.log").open("ab") as log:
