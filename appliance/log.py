@@ -31,7 +31,10 @@ def fields(**values: str | int | float) -> dict[str, Any]:
 
 def set_up(level: str, form: str, file: Path | None = None) -> None:
     """Send the process's log to standard error, or append it to a file; one of `LEVELS`, one of `FORMATS`."""
-    handler: logging.Handler = logging.StreamHandler(sys.stderr) if file is None else logging.FileHandler(file)
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    if file is not None:
+        # a path or a client's words may hold what is no UTF-8
+        handler = logging.FileHandler(file, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_JsonLines() if form == "json" else _TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name in _LIBRARIES:

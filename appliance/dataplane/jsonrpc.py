@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay import request_id
+from forebay.appliance.dataplane.json_stream import JsonStream
 from forebay.appliance.trace import Tracer
 from forebay.errors import (
     AlreadyExists,
@@ -30,7 +31,7 @@ from forebay.errors import (
     Unavailable,
 )
 
-__all__ = ["JsonRpcClient", "JsonStream", "translate"]
+__all__ = ["JsonRpcClient", "translate"]
 
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_UNSENT_BYTES = 64 << 20
@@ -72,43 +73,6 @@ def translate(method: str, error: Any) -> ForebayError:
     code: int = error["code"]
     name = errno.errorcode.get(-code, str(code))
     return ERRORS.get(code, TargetFailed)(f"{method}: {error.get('message', 'no message')} ({name})", field=method)
-
-
-class JsonStream:
-    """Splits a byte stream into JSON objects; holds the bytes of one that has not ended."""
-
-    def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self._max_bytes = max_message_bytes
-        self._buffer = bytearray()
-        self._decoder = json.JSONDecoder()
-
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The objects that ``data`` completes. Raises `ProtocolError` for what cannot become one."""
-        self._buffer += data
-        if len(self._buffer) > self._max_bytes:
-            raise ProtocolError("a message of the target is too long", field="message", limit=self._max_bytes)
-        # An object ends with a brace: looking only then keeps a long message from being parsed once per piece.
-        if not data.rstrip().endswith(b"}"):
-            return []
-        text = self._buffer.decode("utf-8", "replace")
-        found: list[dict[str, Any]] = []
-        at = 0
-        while (at := _skip_space(text, at)) < len(text):
-            if text[at] != "{":
-                raise ProtocolError("the target sent something that is not a JSON object")
-            try:
-                value, at = self._decoder.raw_decode(text, at)
-            except ValueError:
-                break
-            found.append(value)
-        self._buffer = bytearray(text[at:].encode())
-        return found
-
-
-def _skip_space(text: str, at: int) -> int:
-    while at < len(text) and text[at] in " \t\r\n\0":
-        at += 1
-    return at
 
 
 class JsonRpcClient:
@@ -188,11 +152,13 @@ class JsonRpcClient:
             return self._writer
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        stream = JsonStream()
+        stream = JsonStream(MAX_MESSAGE_BYTES)
         problem: ForebayError = Unavailable("the target closed its control connection", field=str(self.path))
         try:
             while data := await reader.read(READ_BYTES):
                 for message in stream.feed(data):
+                    if not isinstance(message, dict):
+                        raise ProtocolError("the target sent something that is not a JSON object")
                     # An answer to a call that gave up finds nobody and is dropped.
                     ident = message.get("id")
                     answer = self._waiting.pop(ident, None) if isinstance(ident, int | str) else None

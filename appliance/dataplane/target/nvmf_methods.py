@@ -241,7 +241,8 @@ class NvmfMethods:
         values.finish()
         families = {"ipv4": "IPv4", "ipv6": "IPv6"}
         number = int(port) if port.isascii() and port.isdigit() else 65_536
-        if kind.upper() != "TCP" or family.lower() not in families or number > 65_535:
+        sound = bool(address) and address.isprintable()
+        if kind.upper() != "TCP" or family.lower() not in families or number > 65_535 or not sound:
             raise RpcError.invalid_params()
         return families[family.lower()], address, number
 

@@ -13,7 +13,6 @@ import errno
 import json
 import logging
 import os
-import re
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -24,8 +23,9 @@ from types import EllipsisType
 from typing import Any, Final, NamedTuple
 
 from forebay import request_id
+from forebay.appliance.dataplane.json_stream import JsonStream
 from forebay.appliance.log import fields
-from forebay.errors import AlreadyExists, InvalidArgument
+from forebay.errors import AlreadyExists, InvalidArgument, ProtocolError
 
 __all__ = ["INTERNAL_ERROR", "INVALID_PARAMS", "Later", "Method", "Params", "RpcError", "RpcServer"]
 
@@ -42,8 +42,6 @@ _MAX_WAITING: Final = 64
 """Requests of one connection whose answers are outstanding."""
 _SLOW_S: Final = 1.0
 """What takes so long is logged."""
-_TOKENS: Final = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[{}\[\]]', re.DOTALL)
-"""Strings, the last one perhaps without its end, and brackets outside of strings."""
 
 
 class RpcError(Exception):
@@ -208,32 +206,14 @@ class _Session:
 
     def run(self) -> None:
         """Read and answer until the peer closes."""
-        text = ""
-        decoder = json.JSONDecoder()
-        pending = b""
+        stream = JsonStream(_MAX_REQUEST_BYTES)
         try:
             while data := self._sock.recv(1 << 18):
-                pending += data
-                if len(pending) + len(text) > _MAX_REQUEST_BYTES:
-                    self._answer(None, error=RpcError(PARSE_ERROR, "Parse error"))
-                    return
-                if not pending.rstrip().endswith((b"}", b"]")):
-                    if not text and pending.lstrip(b" \t\r\n\0")[:1] not in (b"{", b"[", b""):
-                        self._answer(None, error=RpcError(PARSE_ERROR, "Parse error"))
-                        return
-                    continue  # no object can have ended
-                text += pending.decode("utf-8", "replace")
-                pending = b""
-                while text := text.lstrip(" \t\r\n\0"):
-                    try:
-                        request, end = decoder.raw_decode(text)
-                    except ValueError:
-                        if not _is_open(text):
-                            self._answer(None, error=RpcError(PARSE_ERROR, "Parse error"))
-                            return
-                        break
-                    text = text[end:]
+                for request in stream.feed(data):
                     self._request(request)
+        except ProtocolError as error:
+            log.warning("control connection: %s", error.message)
+            self._answer(None, error=RpcError(PARSE_ERROR, "Parse error"))
         except OSError as error:
             log.info("control connection: %s", error)
         finally:
@@ -241,7 +221,11 @@ class _Session:
             self._sock.close()
 
     def _request(self, request: Any) -> None:
-        if not isinstance(request, dict) or not isinstance(request.get("method"), str):
+        if (
+            not isinstance(request, dict)
+            or not isinstance(request.get("method"), str)
+            or not isinstance(request.get("id"), int | str | None)
+        ):
             self._answer(None, error=RpcError(INVALID_REQUEST, "Invalid request"))
             return
         name, ident = request["method"], request.get("id")
@@ -284,7 +268,7 @@ class _Session:
                 return
         except RpcError as failure:
             error = failure
-        except InvalidArgument as failure:
+        except (InvalidArgument, UnicodeError) as failure:  # a text with half a surrogate pair names nothing
             log.warning("%s", failure)
             error = RpcError.invalid_params()
         except AlreadyExists as failure:
@@ -312,18 +296,6 @@ class _Session:
                 self._sock.sendall(json.dumps(body, separators=(",", ":")).encode())
         except OSError as failure:
             log.info("control connection: an answer was not taken: %s", failure)
-
-
-def _is_open(text: str) -> bool:
-    """Whether the first JSON value of `text` may still be completed: a bracket is open."""
-    if text[0] not in "{[":
-        return False
-    depth = 0
-    for token in _TOKENS.finditer(text):
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token.group()[0], 0)
-        if depth <= 0:
-            return False
-    return True
 
 
 class RpcServer:

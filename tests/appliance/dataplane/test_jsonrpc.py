@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.appliance.dataplane.jsonrpc import JsonRpcClient, JsonStream, translate
+from forebay.appliance.dataplane.json_stream import JsonStream
+from forebay.appliance.dataplane.jsonrpc import JsonRpcClient, translate
 from forebay.errors import (
     AlreadyExists,
     Busy,
@@ -33,7 +34,7 @@ async def scripted(path: Path, answer: Answering) -> AsyncIterator[None]:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         tasks.append(asyncio.current_task())  # type: ignore[arg-type]
-        stream = JsonStream()
+        stream = JsonStream(1 << 20)
         try:
             while data := await reader.read(65_536):
                 for request in stream.feed(data):
@@ -92,22 +93,42 @@ class TestStream:
     ) -> None:
         text = b"\n ".join(json.dumps(value, ensure_ascii=False).encode() for value in values)
         cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-        stream = JsonStream()
+        stream = JsonStream(1 << 20)
         found = []
         for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
             found += stream.feed(text[start:end])
         assert found == values
 
-    @pytest.mark.parametrize("data", [b"[1]}", b"}", b'"a"}', b"HTTP/1.1 {}"])
-    def test_what_is_no_object_is_refused(self, data: bytes) -> None:
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"}",
+            b'"a"}',
+            b"HTTP/1.1 {}",
+            b"HTTP/1.1 200",
+            b'{"a": NaN}',
+            b'{"a": ' + b"9" * 5000 + b"}",
+            b'{"a": ' * 100_000 + b"1" + b"}" * 100_000,
+            b"[" * 100_000 + b"]" * 100_000,
+            b'{"a" 1}',
+        ],
+        ids=["bracket", "text", "HTTP", "HTTP at once", "NaN", "huge number", "deep", "deep arrays", "no colon"],
+    )
+    def test_what_is_no_message_is_refused(self, data: bytes) -> None:
         with pytest.raises(ProtocolError):
-            JsonStream().feed(data)
+            list(JsonStream(1 << 20).feed(data))
+
+    def test_what_came_before_nonsense_is_there(self) -> None:
+        found = JsonStream(1 << 20).feed(b'{"a": 1} [2] }')
+        assert (next(found), next(found)) == ({"a": 1}, [2])
+        with pytest.raises(ProtocolError):
+            next(found)
 
     def test_a_message_without_end_is_refused(self) -> None:
         stream = JsonStream(max_message_bytes=100)
-        stream.feed(b'{"a": "' + b"x" * 80)
+        assert list(stream.feed(b'{"a": "' + b"x" * 80)) == []
         with pytest.raises(ProtocolError):
-            stream.feed(b"x" * 80)
+            list(stream.feed(b"x" * 80))
 
 
 async def test_several_requests_share_a_connection_and_may_be_answered_in_any_order(tmp_path: Path) -> None:
