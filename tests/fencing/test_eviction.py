@@ -11,7 +11,7 @@ import pytest
 
 from forebay.client import Admin
 from tests.fencing.conftest import PRODUCT, Node, Out, got, out
-from tests.fencing.wire import Wire
+from tests.fencing.wire import COMMAND_BYTES, Wire
 
 BLOCKS = 4
 """So many blocks of 4 KiB fill the namespace."""
@@ -54,7 +54,7 @@ def test_a_leased_block(node: Node, wire: Wire, full: str, removed: Out, seen: S
         wire.hold("out")
         with ThreadPoolExecutor(1) as pool:
             reading = pool.submit(got, reader, b"leased")
-            wire.await_kept("out", 64)
+            wire.await_kept("out", COMMAND_BYTES)
             for number in range(3 * BLOCKS):
                 assert writer.put([b"%d" % number], [bytes(4096)])[0].stored
             present = writer.match([b"leased"]).present[0]
@@ -73,7 +73,7 @@ def test_a_leased_block_that_is_deleted(node: Node, wire: Wire, full: str, remov
         wire.hold("out")
         with ThreadPoolExecutor(1) as pool:
             reading = pool.submit(got, reader, b"leased")
-            wire.await_kept("out", 64)
+            wire.await_kept("out", COMMAND_BYTES)
             assert writer.delete([b"leased"]) == ["ok"]
             for number in range(3 * BLOCKS):
                 assert writer.put([b"%d" % number], [bytes(4096)])[0].stored

@@ -18,7 +18,7 @@ from forebay.ids import Extent, HostIdentity, VolumeId
 from tests.client.conftest import eventually
 from tests.fencing.conftest import OPTIONS, PAIR, PRODUCT, Node, Out, got, out, place, take, warm
 from tests.fencing.replaying import Replaying
-from tests.fencing.wire import Wire
+from tests.fencing.wire import COMMAND_BYTES, Wire
 
 STALE, FRESH = b"\xaa" * 4096, b"\xbb" * 4096
 
@@ -85,7 +85,7 @@ def test_a_read(node: Node, wire: Wire, monkeypatch: pytest.MonkeyPatch, removed
         wire.hold("out")
         with ThreadPoolExecutor(1) as pool:
             reading = pool.submit(got, reader, key)
-            way.lose(64)
+            way.lose(COMMAND_BYTES)
             assert other.delete([key]) == ["ok"]
             eventually(lambda: not leases(node), "the lease ends")
             take(other, Extent(VolumeId(block.volume), block.offset_bytes, 4096), FRESH)
@@ -125,7 +125,7 @@ def test_a_write_in_the_place_of_another(node: Node, wire: Wire, removed: Out, s
         wire.hold("out")
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(writer.put_tiles, plan, None, [STALE])
-            way.lose(len(STALE))
+            way.lose(COMMAND_BYTES + len(STALE))
             assert leader.abort(plan) == 1
             key = take(other, place(plan), FRESH)
             way.again()
@@ -149,7 +149,7 @@ def test_a_write_in_a_place_that_is_its_own_again(node: Node, wire: Wire, remove
         wire.hold("out")
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(writer.put_tiles, plan, [0], [STALE])
-            way.lose(len(STALE))
+            way.lose(COMMAND_BYTES + len(STALE))
             assert leader.abort(plan) == 1
             fresh = writer.allocate([b"fresh"])
             assert place(fresh) == place(plan)

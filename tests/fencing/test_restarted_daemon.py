@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.fencing.conftest import PRODUCT, Node, Out, got, out, place, take, warm
-from tests.fencing.wire import Wire
+from tests.fencing.wire import COMMAND_BYTES, Wire
 
 STALE, FRESH = b"\xaa" * 4096, b"\xbb" * 4096
 
@@ -49,15 +49,14 @@ def test_a_write_of_the_earlier_incarnation(node: Node, wire: Wire, removed: Out
         wire.hold("out")
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(writer.put_tiles, plan, None, [STALE])
-            wire.await_kept("out", len(STALE))
+            wire.await_kept("out", COMMAND_BYTES + len(STALE))
             node.restart_daemon()
             assert node.target_pid == target
             assert writer.match([b"slow"]).present == (False,)  # it has a session again
             assert writing.result(60)[0].reason in ("connection_lost", "unavailable")
         with node.client() as other:
             key = take(other, place(plan), FRESH)
-            wire.deliver("out")
-            wire.await_ends()
+            wire.deliver_and_await()
             assert Seen(node.media(place(plan), 4096), got(other, key)) == seen
 
 
@@ -73,7 +72,7 @@ def test_a_leased_read_goes_on_without_a_daemon(node: Node, wire: Wire, removed:
         wire.hold("out")
         with ThreadPoolExecutor(1) as pool:
             reading = pool.submit(got, reader, key)
-            wire.await_kept("out", 64)
+            wire.await_kept("out", COMMAND_BYTES)
             target = node.target_pid
             node.process.kill()
             node.process.wait()

@@ -15,7 +15,7 @@ import pytest
 from forebay.client import Client, NvmeTcpOptions, WritePlan
 from forebay.proto import forebay_pb2 as pb
 from tests.fencing.conftest import OPTIONS, PAIR, PRODUCT, Node, Out, got, out, place, take, warm
-from tests.fencing.wire import Wire
+from tests.fencing.wire import COMMAND_BYTES, Wire
 
 STALE, FRESH = b"\xaa" * 4096, b"\xbb" * 4096
 
@@ -47,7 +47,7 @@ def test_given_to_another(node: Node, wire: Wire, removed: Out, seen: Seen) -> N
         wire.hold("out")
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(writer.put_tiles, plan, None, [STALE])
-            wire.await_kept("out", len(STALE))
+            wire.await_kept("out", COMMAND_BYTES + len(STALE))
             assert leader.abort(plan) == 1
             key = take(other, place(plan), FRESH)
             wire.deliver("out")
@@ -80,7 +80,7 @@ def test_given_to_the_same_writer_again(node: Node, wire: Wire, removed: Out, se
         wire.hold("out")
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(writer.put_tiles, plan, [0], [STALE])
-            wire.await_kept("out", len(STALE))
+            wire.await_kept("out", COMMAND_BYTES + len(STALE))
             give_up(writer, plan)
             fresh = writer.allocate([b"fresh"])
             assert place(fresh) == place(plan)

@@ -17,7 +17,10 @@ from forebay.client.transports.controller import SubsystemAddress
 from forebay.clock import Clock
 from forebay.ids import HostIdentity
 
-__all__ = ["Way", "Wire"]
+__all__ = ["COMMAND_BYTES", "Way", "Wire"]
+
+COMMAND_BYTES = 72
+"""Of a command's PDU, before its data."""
 
 Way = Literal["out", "back"]
 """Of a client's bytes: out to the target, or back from it."""
@@ -33,16 +36,16 @@ class _Lane:
     kept: bytearray = field(default_factory=bytearray)
     held: bool = False
     over: bool = False
+    passed: int = 0
+    """Bytes that went on."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def flush(self) -> None:
         """Pass everything on. Bytes for a connection that is gone are lost, as in any network."""
         with suppress(OSError):
             self.sink.sendall(self.kept)
+        self.passed += len(self.kept)
         self.kept.clear()
-        if self.over:
-            with suppress(OSError):
-                self.sink.shutdown(socket.SHUT_WR)
 
 
 class Wire:
@@ -65,16 +68,16 @@ class Wire:
                 lane.held = True
 
     def await_kept(self, way: Way, count: int) -> None:
-        """Wait until so many bytes are on their way."""
+        """Wait until so many bytes are on their way, on one connection."""
         with self._changed:
             there = self._changed.wait_for(lambda: self._kept(way) >= count, _PATIENCE_S)
             assert there, f"{self._kept(way)} of {count} bytes came"
 
     def _kept(self, way: Way) -> int:
-        return sum(len(lane.kept) for lane in self._lanes[way])
+        return max((len(lane.kept) for lane in self._lanes[way]), default=0)
 
     def deliver(self, way: Way) -> None:
-        """What was kept arrives now, and what follows is not kept."""
+        """What was kept arrives now, and what follows is not kept. That a sender closed meanwhile is lost."""
         with self._changed:
             lanes = list(self._lanes[way])
             for lane in lanes:
@@ -83,12 +86,17 @@ class Wire:
             with lane.lock:
                 lane.flush()
 
-    def await_ends(self) -> None:
-        """Wait until the target has closed every connection that a client closed: it has taken in what came before."""
+    def deliver_and_await(self) -> None:
+        """Deliver to the target, and wait until it has answered what was kept, or its connection had ended."""
         with self._changed:
-            pairs = zip(self._lanes["out"], self._lanes["back"], strict=True)
-            closed = [back for out, back in pairs if out.over]
-            assert self._changed.wait_for(lambda: all(lane.over for lane in closed), _PATIENCE_S), "still open"
+            pairs = list(zip(self._lanes["out"], self._lanes["back"], strict=True))
+            asked = [(back, back.passed) for out, back in pairs if out.kept]
+        self.deliver("out")
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: all(back.over or back.passed > passed for back, passed in asked), _PATIENCE_S
+            )
+            assert done, "no answer"
 
     def cut(self) -> None:
         """Every connection breaks, and what was on its way is lost."""
@@ -147,10 +155,13 @@ class Wire:
             with lane.lock:
                 lane.kept += data
                 lane.over = not data
-                with self._changed:
-                    self._changed.notify_all()
                 if not lane.held:
                     lane.flush()
+                    if lane.over:
+                        with suppress(OSError):
+                            lane.sink.shutdown(socket.SHUT_WR)
+            with self._changed:
+                self._changed.notify_all()
 
     def close(self) -> None:
         self.cut()
