@@ -4,10 +4,12 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.counting import PROPERTY, Count, save
 from tests.envs import ENVIRONMENTS
 from tests.interop import guest
 from tests.shims import building
@@ -56,8 +58,29 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture
+def count(request: pytest.FixtureRequest) -> Count:
+    """Numbers that the run's end shows."""
+    return Count(request.node.user_properties)
+
+
+def _counted(reports: Iterable[pytest.TestReport]) -> Counter[str]:
+    numbers: Counter[str] = Counter()
+    for report in reports:
+        for name, number in report.user_properties if report.when == "call" else ():
+            if name.startswith(f"{PROPERTY}.") and isinstance(number, int):
+                numbers[name.removeprefix(f"{PROPERTY}.")] += number
+    return numbers
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what was not run and why: one line a reason."""
+    if numbers := _counted(terminalreporter.stats.get("passed", [])):
+        terminalreporter.section("faults survived")
+        for name, number in sorted(numbers.items()):
+            terminalreporter.line(f"{number:>10,} {name.replace('_', ' ')}")
+        if where := os.environ.get("FOREBAY_TEST_RESULTS"):
+            save(Path(where), numbers, "long" if LONG else "default")
     reasons: Counter[str] = Counter()
     for report in terminalreporter.stats.get("skipped", []):
         where = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

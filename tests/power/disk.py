@@ -24,9 +24,9 @@ import os
 import random
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 
@@ -106,14 +106,16 @@ class _File:
 class _Directory:
     stable: dict[str, _Node] = field(default_factory=dict)
     now: dict[str, _Node] = field(default_factory=dict)
-    pending: list[tuple[int, dict[str, _Node | None]]] = field(default_factory=list)
-    """Changes of entries, not yet stable: number, and what becomes of each name."""
+    pending: list[tuple[int, _Entries]] = field(default_factory=list)
+    """Changes, not yet stable, and their numbers."""
 
 
 _Node = _File | _Directory
+_Entries = dict[str, _Node | None]
+"""What becomes of each name; None: it goes."""
 
 
-def _apply_entries(entries: dict[str, _Node], change: dict[str, _Node | None]) -> None:
+def _apply_entries(entries: dict[str, _Node], change: _Entries) -> None:
     for name, node in change.items():
         if node is None:
             entries.pop(name, None)
@@ -193,7 +195,7 @@ class Disk:
             raise NotModelled(f"inode {inode} is no file that the log knows")
         return node
 
-    def _change(self, directory: _Directory, change: dict[str, _Node | None]) -> None:
+    def _change(self, directory: _Directory, change: _Entries) -> None:
         _apply_entries(directory.now, change)
         directory.pending.append((self._number, change))
 
@@ -247,76 +249,98 @@ class Disk:
 
     def lose_power(self, root: Path, out: Path, seed: int) -> Counter[str]:
         """Write to ``out`` what may be left of ``root``; how many changes were there not at all, in part, or whole."""
-        chance = random.Random(seed)
-        lost: Counter[str] = Counter()
-        self._restore(self._roots[str(root)], out, chance, lost, ordered=seed % 2 == 0)
-        return lost
+        loss = _Loss(random.Random(seed), ordered=seed % 2 == 0)
+        self._restore(self._roots[str(root)], out, loss)
+        return loss.counts
 
-    def _restore(
-        self, directory: _Directory, out: Path, chance: random.Random, lost: Counter[str], *, ordered: bool
-    ) -> None:
+    def keep_power(self, root: Path, out: Path) -> None:
+        """Write to ``out`` all of ``root``, as whoever reads its files sees it."""
+        self._restore(self._roots[str(root)], out, _NoLoss())
+
+    def _restore(self, directory: _Directory, out: Path, loss: _NoLoss) -> None:
         out.mkdir(mode=0o700)
         entries = dict(directory.stable)
-        if directory.pending:
-            kept = _choose(len(directory.pending), chance, ordered=ordered)
-            lost["entries_lost"] += len(directory.pending) - len(kept)
-            lost["entries_kept"] += len(kept)
-            for i in kept:
-                _apply_entries(entries, directory.pending[i][1])
+        for change in loss.entries([change for _, change in directory.pending]):
+            _apply_entries(entries, change)
         for name, node in entries.items():
             if isinstance(node, _Directory):
-                self._restore(node, out / name, chance, lost, ordered=ordered)
-            else:
-                _restore_file(node, out / name, chance, lost)
+                self._restore(node, out / name, loss)
+                continue
+            _copy_sparse(node.content, out / name)
+            if node.pending:
+                handle = os.open(out / name, os.O_RDWR)
+                try:
+                    for record in loss.changes([change.record for change in node.pending]):
+                        _perform(handle, record)
+                finally:
+                    os.close(handle)
 
 
-def _choose(count: int, chance: random.Random, *, ordered: bool) -> list[int]:
-    """Which of ``count`` changes are there."""
-    way = chance.random()
-    if way < 0.25:
-        return []
-    if way < 0.4:
-        return list(range(count))
-    if ordered or way < 0.65:
-        return list(range(chance.randint(0, count)))
-    share = chance.choice((0.1, 0.5, 0.9))
-    return [i for i in range(count) if chance.random() < share]
+class _NoLoss:
+    """What is kept of changes that are not stable: all."""
+
+    def entries(self, pending: list[_Entries]) -> Iterable[_Entries]:
+        """Of a directory's."""
+        return pending
+
+    def changes(self, pending: list[Record]) -> Iterable[Record]:
+        """Of a file's."""
+        return pending
 
 
-def _restore_file(file: _File, out: Path, chance: random.Random, lost: Counter[str]) -> None:
-    _copy_sparse(file.content, out)
-    if not file.pending:
-        return
-    kept = _choose(len(file.pending), chance, ordered=False)
-    lost["changes_lost"] += len(file.pending) - len(kept)
-    rate = chance.choice((0.0, 0.3))
-    handle = os.open(out, os.O_RDWR)
-    try:
+class _Loss(_NoLoss):
+    """A part, by chance; ``ordered``: directories keep their order. ``counts`` says what became of them."""
+
+    def __init__(self, chance: random.Random, *, ordered: bool) -> None:
+        self._chance = chance
+        self._ordered = ordered
+        self.counts: Counter[str] = Counter()
+
+    def entries(self, pending: list[_Entries]) -> Iterable[_Entries]:
+        kept = self._choose(len(pending), ordered=self._ordered)
+        self.counts["entries_lost"] += len(pending) - len(kept)
+        self.counts["entries_kept"] += len(kept)
+        return [pending[i] for i in kept]
+
+    def changes(self, pending: list[Record]) -> Iterable[Record]:
+        kept = self._choose(len(pending), ordered=False)
+        self.counts["changes_lost"] += len(pending) - len(kept)
+        rate = self._chance.choice((0.0, 0.3))
         for i in kept:
-            record = file.pending[i].record
-            if record.kind is Kind.WRITE and chance.random() < (0.5 if i == kept[-1] else rate):
-                lost["changes_torn"] += 1
-                for at, data in _torn(record, chance):
-                    os.pwrite(handle, data, at)
+            # whoever was the last to write was the likeliest to be cut short
+            if pending[i].kind is Kind.WRITE and self._chance.random() < (0.5 if i == kept[-1] else rate):
+                self.counts["changes_torn"] += 1
+                yield from _torn(pending[i], self._chance)
             else:
-                lost["changes_kept"] += 1
-                _perform(handle, record)
-    finally:
-        os.close(handle)
+                self.counts["changes_kept"] += 1
+                yield pending[i]
+
+    def _choose(self, count: int, *, ordered: bool) -> list[int]:
+        """Which of ``count`` changes are there."""
+        chance = self._chance
+        way = chance.random()
+        if way < 0.25:
+            return []
+        if way < 0.4:
+            return list(range(count))
+        if ordered or way < 0.65:
+            return list(range(chance.randint(0, count)))
+        share = chance.choice((0.1, 0.5, 0.9))
+        return [i for i in range(count) if chance.random() < share]
 
 
-def _torn(record: Record, chance: random.Random) -> Iterator[tuple[int, bytes]]:
+def _torn(record: Record, chance: random.Random) -> Iterator[Record]:
     """Some of the sectors that a write touches: the first ones, or any."""
-    first, end = record.a // SECTOR_BYTES, (record.a + len(record.data) - 1) // SECTOR_BYTES + 1
-    sectors: list[int] = list(range(first, end))
+    end_bytes = record.a + len(record.data)
+    sectors: list[int] = list(range(record.a // SECTOR_BYTES, -(-end_bytes // SECTOR_BYTES)))
     if chance.random() < 0.5:
         sectors = sectors[: chance.randint(0, len(sectors) - 1)]
     else:
         sectors = [s for s in sectors if chance.random() < 0.5]
     for sector in sectors:
         start = max(record.a, sector * SECTOR_BYTES)
-        stop = min(record.a + len(record.data), (sector + 1) * SECTOR_BYTES)
-        yield start, record.data[start - record.a : stop - record.a]
+        stop = min(end_bytes, (sector + 1) * SECTOR_BYTES)
+        yield replace(record, a=start, data=record.data[start - record.a : stop - record.a])
 
 
 def _perform(handle: int, record: Record) -> None:
