@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -44,7 +45,7 @@ from forebay.appliance.namespace.node import Node, NodeLimits
 from forebay.appliance.namespace.rocks import RocksStore
 from forebay.appliance.namespace.room import Watermarks
 from forebay.appliance.namespace.scrub import ScrubLimits
-from forebay.appliance.namespace.space import Drive
+from forebay.appliance.namespace.space import Drive, DriveState
 from forebay.appliance.settings import Endpoint
 from forebay.appliance.trace import Tracer
 from forebay.clock import SystemClock
@@ -55,7 +56,7 @@ from forebay.measure.machine import file_system
 if TYPE_CHECKING:
     from forebay.appliance.control.http_server import HttpServer
 
-__all__ = ["ADMIN_TOKEN_FILE", "DEFAULT_NAMESPACE", "NODE_FILE", "hold", "run"]
+__all__ = ["ADMIN_TOKEN_FILE", "DEFAULT_NAMESPACE", "NODE_FILE", "hold", "run", "settle_memory"]
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ ADMIN = "admin"
 ADMIN_TOKEN_FILE = "admin.token"
 DEFAULT_NAMESPACE = "default/default"
 _SWEEP_S = 0.25
+_LOOK_S = 1.0
 _STATS_ROUNDS = 8
 _RECONCILE_ROUNDS = 120
 _SCRUB_AGAIN_MS = 1_000
@@ -73,13 +75,24 @@ _CHECKPOINT_CHANGES = 100_000
 _DEFAULT_CAPACITY_BYTES = 64 << 30
 _DEFAULT_SHARE = 0.8
 _MAX_BLOCKS = 1 << 28
+_COLLECT_AFTER = 50_000
+"""Objects that the collector of cycles lets come before it looks: a batch of 1,000 keys is no reason to."""
 
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. Raises `ForebayError` when the node cannot start."""
     log.set_up(config.log.level, config.log.format)
+    gc.disable()  # until it serves: what a start makes stays
     with hold(config.data):
         return asyncio.run(_Daemon(config).main())
+
+
+def settle_memory() -> None:
+    """Let the collector of cycles look no more at what a start has made: each look holds up every call."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER)
+    gc.enable()
 
 
 @contextmanager
@@ -153,17 +166,26 @@ class _Daemon:
         return 0
 
     async def _open_drives(self, meta: NodeMeta) -> list[Drive]:
-        drives = []
+        drives: list[Drive] = []
+        missing: list[ForebayError] = []
         for i, drive in enumerate(self._config.drives):
             name = f"drive{i}"
             known = meta.drives.get(name)
+            asked_bytes = drive.capacity_bytes
             if known is None:
-                capacity_bytes = self._capacity(drive.path, drive.capacity_bytes)
+                capacity_bytes = self._capacity(drive.path, asked_bytes)
                 identity = claim_drive(drive.path, meta.node_id)
                 await meta.name_drive(name, str(identity.drive_uuid))
             else:
-                open_drive(drive.path, meta.node_id, uuid.UUID(known))
-                capacity_bytes = self._capacity(drive.path, drive.capacity_bytes)
+                try:
+                    open_drive(drive.path, meta.node_id, uuid.UUID(known))
+                    capacity_bytes = self._capacity(drive.path, asked_bytes)
+                except ForebayError as error:
+                    missing.append(error)
+                    regions = (asked_bytes or 0) // meta.region_bytes
+                    lost = Drive(name, str(drive.path), regions, state=DriveState.AWAY, reason=error.message)
+                    drives.append(lost)
+                    continue
             kind = file_system(drive.path) if drive.path.is_dir() else ""
             if kind in ("tmpfs", "ramfs"):
                 _log.warning(
@@ -171,6 +193,8 @@ class _Daemon:
                     *(drive.path, kind),
                 )
             drives.append(Drive(name, str(drive.path), capacity_bytes // meta.region_bytes))
+        if len(missing) == len(drives):
+            raise missing[0]  # there is nothing to serve
         return drives
 
     def _capacity(self, path: Path, asked_bytes: int | None) -> int:
@@ -297,13 +321,14 @@ class _Daemon:
         )
         served = {"grpc": replace(config.grpc.listen, port=await server.start(config.grpc.listen))}
         http: HttpServer | None = None
-        work = (self._sweep(node), self._scrub(node), self._save_checkpoints(node))
+        work = (self._sweep(node), self._look(node), self._scrub(node), self._save_checkpoints(node))
         tasks = [asyncio.create_task(one) for one in work]
         try:
             if self._loading is not None:
                 await self._loading
                 http = self._http(node, store, supervisor, calls, administration)
                 served["http"] = replace(config.http.listen, port=http.start(config.http.listen))
+            settle_memory()
             await self._announce(node, supervisor, served)
             await self._stopping.wait()
             _log.info("stopping")
@@ -377,6 +402,16 @@ class _Daemon:
             except Exception:  # the sweep must go on: leases and sessions end by it
                 _log.exception("sweep failed")
             await asyncio.sleep(_SWEEP_S)
+
+    async def _look(self, node: Node) -> None:
+        while True:
+            try:
+                await node.drives.look()
+            except ForebayError as error:
+                _log.warning("drives: %s", error)
+            except Exception:  # or a drive that comes back would never be noticed
+                _log.exception("looking at the drives failed")
+            await asyncio.sleep(_LOOK_S)
 
     async def _scrub(self, node: Node) -> None:
         while True:

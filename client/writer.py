@@ -30,9 +30,11 @@ from forebay.errors import (
     ForebayError,
     GridInvalid,
     InvalidArgument,
+    NoSpace,
     Pending,
     ProtocolError,
     SessionExpired,
+    TargetFailed,
     Unavailable,
     WriteFenced,
 )
@@ -43,6 +45,8 @@ from forebay.proto.columns import keys_to_proto, pack, rows16, unpack
 __all__ = ["Wanted", "Writer"]
 
 _log = logging.getLogger(__name__)
+_NOT_COMMITTED = (NoSpace.code, Unavailable.code, TargetFailed.code)
+"""A commit that ended so is not tried again by a writer that is alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +259,8 @@ class Writer:
                 failed.append(one.write.write_id)
         for one, code in zip(good, self._commit(view, good, deadline_ms, whole=tiles is None), strict=True):
             codes[one.row] = code
-            if code == GridInvalid.code:  # another rank wrote other bytes there, and nobody knows which are on media
+            # GridInvalid: another rank wrote other bytes there, and nobody knows which are on media
+            if code == GridInvalid.code or (alone and code in _NOT_COMMITTED):
                 failed.append(one.write.write_id)
         if failed:  # give extents back at once rather than at their deadlines
             # Another thread may be writing other tiles of the same blocks.

@@ -20,7 +20,7 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -73,6 +73,7 @@ class _Watched:
     looking_since_ms: int = 0
     again_ms: int = 0
     wait_ms: int = _AGAIN_MS
+    told: DriveState = DriveState.SERVING
 
 
 class NodeDrives:
@@ -92,6 +93,8 @@ class NodeDrives:
         self._threads = ThreadPoolExecutor(max(1, len(self._watched)), thread_name_prefix="forebay-drive")
         self.reconcile: Callable[[], Awaitable[object]] = self._reconcile_volumes
         """Makes the target serve `Space.specs` and nothing else; whoever calls holds ``changing``."""
+        self.doom: Callable[[Collection[VolumeId]], None] = lambda volumes: None
+        """Told the volumes of a drive that failed: nothing that is being written there may be committed."""
 
     def close(self) -> None:
         """Look no more."""
@@ -297,6 +300,7 @@ class NodeDrives:
             found = self._ask(drive, self._watched[name])
             if found is not None:
                 await self._judge(drive, self._watched[name], found)
+            self._tell_of(drive, self._watched[name])
 
     async def _count_errors(self) -> None:
         """Doubt the drives of which the target failed to read or write something since the last time."""
@@ -365,13 +369,10 @@ class NodeDrives:
 
     async def lose(self, drive: Drive, state: DriveState, reason: str) -> None:
         """A drive can only be read from now on, or not even that."""
-        if (drive.state, drive.reason) == (state, reason):
-            return
-        if drive.state is not state:
+        was, drive.state, drive.reason = drive.state, state, reason
+        self._e.space.note_away()
+        if was is not state:
             _log.error("drive %s is %s: %s", drive.name, state.replace("_", " "), reason)
-            self._e.counters["drives_lost"] += 1
-            self._tell(drive, "degraded", f"drive {drive.name} is {state.replace('_', ' ')}")
-        drive.state, drive.reason = state, reason
         if state is DriveState.AWAY:
             async with self._changing:
                 self._withdraw(drive)
@@ -379,15 +380,23 @@ class NodeDrives:
 
     def _withdraw(self, drive: Drive) -> None:
         space = self._e.space
-        for volume in [v.id for v in space.volumes.values() if v.drive == drive.name]:
+        mine = {v.id for v in space.volumes.values() if v.drive == drive.name}
+        self.doom(mine)
+        for volume in mine:
             space.specs.pop(volume, None)
             self._watched[drive.name].errors.pop(volume, None)
         space.note_away()
 
-    def _tell(self, drive: Drive, kind: str, reason: str) -> None:
-        """An event for each namespace that has blocks there."""
+    def _tell_of(self, drive: Drive, watched: _Watched) -> None:
+        """A change of its state, as an event for each namespace that has blocks there."""
+        was, watched.told = watched.told, drive.state
+        if was is drive.state:
+            return
+        back = drive.state is DriveState.SERVING
+        self._e.counters["drives_back" if back else "drives_lost"] += 1
+        reason = f"drive {drive.name} is {'back' if back else drive.state.replace('_', ' ')}"
         for namespace in sorted({v.namespace for v in self._e.space.volumes.values() if v.drive == drive.name}):
-            self._e.events.add(kind, namespace, reason=reason)
+            self._e.events.add("restored" if back else "degraded", namespace, reason=reason)
 
     @staticmethod
     async def _quietly(work: Awaitable[object]) -> bool:
@@ -405,7 +414,6 @@ class NodeDrives:
         """
         space, name = self._e.space, drive.name
         async with self._changing:
-            was = drive.state
             drive.state = DriveState.AWAY
             self._withdraw(drive)
             try:
@@ -420,8 +428,6 @@ class NodeDrives:
                 self._withdraw(drive)
                 await self._quietly(self.reconcile())
                 drive.reason = error.message
-                if was is not DriveState.AWAY:
-                    self._tell(drive, "degraded", f"drive {name} is away")
                 _log.error("drive %s stays away: %s", name, error)
                 self._later(watched)
                 return
@@ -429,8 +435,6 @@ class NodeDrives:
             watched.wait_ms = _AGAIN_MS
             space.note_away()
             doubtful = self._doubt(drive)
-            self._e.counters["drives_back"] += 1
-            self._tell(drive, "restored", f"drive {name} is back")
             _log.warning("drive %s is back: %d blocks to verify", name, doubtful)
             await self._complete()
 

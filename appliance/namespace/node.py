@@ -130,7 +130,7 @@ class Node:
         """
         await meta.begin_incarnation()
         # design §6.4: whoever wrote under an earlier incarnation can do so no more, before anything is allocated
-        await target.teardown_all()
+        await target.teardown_all(meta.incarnation)
         engine = Engine(
             store=store,
             target=target,
@@ -146,7 +146,7 @@ class Node:
         )
         node = cls(meta, engine, DesiredState(store), limits=limits, checkpoint=checkpoint)
         await node.drives.start()
-        node.drives.reconcile = node._reconcile
+        node.drives.reconcile, node.drives.doom = node._reconcile, node.writes.doom_volumes
         node.recovered = await recover(
             engine, node.state, was_clean=meta.was_clean, checkpoint=checkpoint, node_id=meta.node_id
         )

@@ -28,6 +28,7 @@ from forebay.appliance.namespace.records import Durability
 from forebay.clock import Clock
 from forebay.errors import Busy, SessionExpired
 from forebay.ids import (
+    DEFAULT_SCOPE,
     BlockKey,
     Extent,
     GrantId,
@@ -96,6 +97,10 @@ class PendingWrite:
     checksums: dict[int, int] = field(default_factory=dict)
     recorded: bool = False
     """A record of it may be in metadata: it must be deleted there before the extent is free."""
+    doomed: bool = False
+    """Its bytes are in doubt: it is never committed."""
+    fenced: bool = False
+    """No host can write to its extent any more."""
     state: WriteState = WriteState.ALLOCATING
     done: asyncio.Future[int] | None = None
     """Result of the commit that is under way: 0 or an error code."""
@@ -153,6 +158,16 @@ class Session:
             if (scope, group) != column:
                 column = (scope, group)
                 copy = index.hash_of(self._prefix(column)).copy
+            digest = copy()
+            digest.update(key)
+            out.append(digest.digest())
+        return index.packed(out)
+
+    def plain_digests(self, index: BlockIndex, keys: Sequence[bytes]) -> Digests:
+        """`digests` of keys in group 0 of the default scope."""
+        copy = index.hash_of(self._prefix((DEFAULT_SCOPE, 0))).copy
+        out = []
+        for key in keys:
             digest = copy()
             digest.update(key)
             out.append(digest.digest())

@@ -32,7 +32,7 @@ from forebay.appliance.namespace.desired_state import Volume
 from forebay.appliance.namespace.quarantine import SHARE, Quarantine, Quarantined
 from forebay.appliance.namespace.store import Op, Store
 from forebay.crashpoints import crash_point
-from forebay.errors import MetadataCorrupt, NoSpace, TargetFailed
+from forebay.errors import ForebayError, MetadataCorrupt, NoSpace, TargetFailed
 from forebay.ids import Extent, VolumeId
 from forebay.index import BlockIndex, Rows
 
@@ -76,7 +76,7 @@ class Drive:
     def free_regions(self) -> int:
         return 0 if self.full or not self.writable else max(0, self.capacity_regions - self.claimed_regions)
 
-    def failed(self, error: TargetFailed) -> None:
+    def failed(self, error: ForebayError) -> None:
         """Something could not be done there: nothing new is written until a closer look says that it can be."""
         if self.writable:
             self.state, self.reason = DriveState.READ_ONLY, error.message
@@ -147,6 +147,12 @@ class Space:
         away = [v.id for v in volumes if drives[v.drive].state is DriveState.AWAY]
         self.away = np.array(sorted(away), np.uint32)
         self.unwritable = np.array(sorted(v.id for v in volumes if not drives[v.drive].writable), np.uint32)
+
+    def drive_failed(self, volume: VolumeId, error: ForebayError) -> None:
+        """`Drive.failed` for the drive of a volume, if that is still there."""
+        if (found := self.volumes.get(volume)) is not None:
+            self.drives[found.drive].failed(error)
+            self.note_away()
 
     def is_away(self, volumes: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
         """Which of these volumes nobody can read."""
@@ -289,8 +295,7 @@ class Space:
                     )
                 except (NoSpace, TargetFailed) as error:
                     if isinstance(error, TargetFailed):
-                        drive.failed(error)
-                        self.note_away()
+                        self.drive_failed(volume.id, error)
                     else:
                         drive.full = True
                     drive.claimed_regions -= 1
@@ -330,8 +335,7 @@ class Space:
             try:
                 await self._target.release_region(self.specs[region.volume], region.offset_bytes, self.region_bytes)
             except TargetFailed as error:
-                drive.failed(error)
-                self.note_away()
+                self.drive_failed(region.volume, error)
                 return False
             crash_point("region.after_release_before_record")
             await self._store.write([Op("regions", _REGION_KEY.pack(region.volume, region.number), None)])

@@ -41,9 +41,12 @@ from forebay.errors import (
     ForebayError,
     GridInvalid,
     InvalidArgument,
+    NoSpace,
+    NotFound,
     Pending,
     SessionExpired,
     StaleGeneration,
+    TargetFailed,
     Unavailable,
     ValueSize,
     WriteExpired,
@@ -129,6 +132,7 @@ class Writes:
             # not of sessions that end, nor what nobody was told of: the next sweep fences those
             and w.session.state is SessionState.OPEN
             and w.deadline_ms
+            and w.extent.volume in self._e.space.specs
         ]
 
     # ------------------------------------------------------------------------------------------------ Allocate
@@ -150,8 +154,11 @@ class Writes:
         it. A host that joins later may not write.
         """
         check_keys(keys, unique=True)
+        if self._e.store.problem is not None:
+            raise self._e.store.problem  # or blocks would be evicted for what cannot be committed
         layouts = [self._layout(session, key, value_bytes[i] if value_bytes else None) for i, key in enumerate(keys)]
         await self._blocks.retire_expired(session, keys)
+        await self._blocks.retire_lost(session, keys)
         stored, digests, rows = self._blocks.find(session, keys, expired=True)
         self._e.policy.used(self._e.index, rows[rows >= 0])  # who stores a block again will want it
         status = [OK if row < 0 else AlreadyExists.code for row in rows.tolist()]
@@ -284,7 +291,7 @@ class Writes:
         ready: list[PendingWrite] = []
         waiting: dict[int, asyncio.Future[int]] = {}
         for i, (write, (write_id, sums)) in enumerate(zip(found, rows, strict=True)):
-            if write is None or write.state in (WriteState.ALLOCATING, WriteState.FENCING):
+            if write is None or write.doomed or write.state in (WriteState.ALLOCATING, WriteState.FENCING):
                 status.append(recent.get(write_id, WriteExpired.code))
                 continue
             if host is not None and host not in write.hosts:
@@ -307,32 +314,35 @@ class Writes:
 
     async def _make_visible(self, writes: list[PendingWrite]) -> None:
         """Runs to its end whatever happens to the call that began it; every write gets an outcome."""
-        by_policy: dict[Durability, list[PendingWrite]] = {}
+        groups: dict[tuple[Durability, VolumeId], list[PendingWrite]] = {}
         for write in writes:
-            by_policy.setdefault(write.policy, []).append(write)
-        for policy, group in by_policy.items():
-            try:
-                code = await self._commit_group(policy, group)
-            except ForebayError as error:
-                _log.warning("commit of %d blocks failed: %s", len(group), error)
-                code = error.code
-            except Exception:  # outcomes must be set, or callers wait for ever
-                _log.exception("commit of %d blocks failed", len(group))
-                code = Unavailable.code
-            for write in group:
-                done = cast("asyncio.Future[int]", write.done)
-                if code == OK:
-                    self._forget(write)
-                    write.session.recent.append((write.write_id, OK))
-                elif code == StaleGeneration.code:
-                    # grants are gone: nothing can write here any more
-                    self._free(write)
-                    write.session.recent.append((write.write_id, code))
-                else:
-                    # may be tried again until its deadline, which fences and frees it
-                    write.state, write.done = WriteState.WRITING, None
-                if not done.done():
-                    done.set_result(code)
+            groups.setdefault((write.policy, cast(Extent, write.extent).volume), []).append(write)
+        # a volume that fails takes only its own blocks
+        await asyncio.gather(*(self._finish_commit(policy, group) for (policy, _), group in groups.items()))
+
+    async def _finish_commit(self, policy: Durability, group: list[PendingWrite]) -> None:
+        try:
+            code = await self._commit_group(policy, group)
+        except ForebayError as error:
+            _log.warning("commit of %d blocks failed: %s", len(group), error)
+            code = error.code
+        except Exception:  # outcomes must be set, or callers wait for ever
+            _log.exception("commit of %d blocks failed", len(group))
+            code = Unavailable.code
+        for write in group:
+            done = cast("asyncio.Future[int]", write.done)
+            if code == OK:
+                self._forget(write)
+                write.session.recent.append((write.write_id, OK))
+            elif code == StaleGeneration.code:
+                # grants are gone: nothing can write here any more
+                self._free(write)
+                write.session.recent.append((write.write_id, code))
+            else:
+                # may be tried again until its deadline, which fences and frees it
+                write.state, write.done = WriteState.WRITING, None
+            if not done.done():
+                done.set_result(code)
 
     async def _commit_group(self, policy: Durability, group: list[PendingWrite]) -> int:
         e = self._e
@@ -418,12 +428,31 @@ class Writes:
             by_volume.setdefault(cast(Extent, write.extent).volume, []).append(write)
         flushed = set()
         for volume, writes in sorted(by_volume.items()):
+            spec = self._e.space.specs.get(volume)
+            if spec is None:
+                self.doom(writes)
+                raise Unavailable(f"volume {volume} lies on a drive that is away", field="drives")
             shared = self._seals.get(volume)
-            if shared is None:
-                shared = self._seals[volume] = _SharedSeal(self._e.target, self._e.space.specs[volume])
-            if await shared.wait(_grants(writes)) is Barrier.FLUSHED:
-                flushed.add(volume)
+            if shared is None or shared.volume is not spec:
+                shared = self._seals[volume] = _SharedSeal(self._e.target, spec)
+            try:
+                if await shared.wait(_grants(writes)) is Barrier.FLUSHED:
+                    flushed.add(volume)
+            except (NoSpace, NotFound, TargetFailed) as error:
+                # what was written before is lost perhaps, and no later flush would say so
+                self.doom(writes)
+                self._e.space.drive_failed(volume, error)
+                raise
         return flushed
+
+    def doom(self, writes: Iterable[PendingWrite]) -> None:
+        """Nothing of these is ever committed: their bytes are in doubt. The next sweep takes them back."""
+        for write in writes:
+            write.doomed, write.deadline_ms = True, 0
+
+    def doom_volumes(self, volumes: Collection[VolumeId]) -> None:
+        """`doom` for what is being written to volumes whose drive failed."""
+        self.doom(w for w in self._by_digest.values() if w.extent is not None and w.extent.volume in volumes)
 
     # ------------------------------------------------------------------------------------------------ taking back
 
@@ -447,8 +476,10 @@ class Writes:
             write.state = WriteState.FENCING
         try:
             await self._close_grants(writes)
-            for host in dict.fromkeys(h for w in writes for h in w.hosts if h not in quiesced):
+            for host in dict.fromkeys(h for w in writes if not w.fenced for h in w.hosts if h not in quiesced):
                 await self._e.target.teardown_host(host)
+            for write in writes:
+                write.fenced = True
             await self._unrecord([w for w in writes if w.recorded])
         except BaseException:
             for write in writes:
@@ -480,6 +511,8 @@ class Writes:
         """Take back writes whose deadline passed. How many; raises `Unavailable` when the target does not answer."""
         now_ms = self._e.clock.monotonic_ms()
         late = [w for w in self._by_digest.values() if w.state is WriteState.WRITING and w.deadline_ms <= now_ms]
+        if self._e.store.problem is not None:
+            late = [w for w in late if not w.fenced]  # of the others only a record is left to be deleted
         await self.fence(late)
         return len(late)
 
@@ -514,7 +547,7 @@ class _SharedSeal:
 
     def __init__(self, target: Target, volume: VolumeSpec) -> None:
         self._target = target
-        self._volume = volume
+        self.volume = volume
         self._grants: list[GrantId] = []
         self._next: asyncio.Task[Barrier] | None = None
         self._lock = asyncio.Lock()
@@ -530,7 +563,7 @@ class _SharedSeal:
         async with self._lock:
             self._next = None  # who comes from here on needs a later one
             grants, self._grants = self._grants, []
-            return await self._target.seal(grants, self._volume)
+            return await self._target.seal(grants, self.volume)
 
 
 def encode_tail(describe: dict[str, Any], hints: dict[str, Any]) -> bytes:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from forebay.errors import Busy, ForebayError, TargetFailed, TargetRefused, Unavailable, WriteFenced
+from forebay.errors import Busy, ForebayError, NoSpace, TargetFailed, TargetRefused, Unavailable, WriteFenced
 from forebay.nvmetcp.spec import Status
 
 __all__ = ["error_of"]
 
+_BUSY_RETRY_MS = 500
 _ERRORS: dict[int, type[ForebayError]] = {
     Status.ACCESS_DENIED: WriteFenced,
     Status.CONNECT_INVALID_HOST: TargetRefused,
     Status.CONNECT_INVALID_PARAMETERS: TargetRefused,
     Status.CONNECT_INCOMPATIBLE_FORMAT: TargetRefused,
-    Status.CONNECT_CONTROLLER_BUSY: Busy,
+    Status.CAPACITY_EXCEEDED: NoSpace,
     Status.INVALID_NAMESPACE: TargetRefused,
     Status.INVALID_FIELD: TargetRefused,
     Status.INVALID_OPCODE: TargetRefused,
@@ -27,6 +28,12 @@ _ERRORS: dict[int, type[ForebayError]] = {
 
 def error_of(status: int) -> ForebayError:
     """The error for a completion's status (SCT << 8 | SC, not 0). What is not listed is `TargetFailed`."""
+    if status == Status.CONNECT_CONTROLLER_BUSY:
+        return Busy(
+            "the target has as many connections as it takes: allow more there (target.max_connections, and its limit "
+            "of open files), or use fewer (NvmeTcpOptions.connections)",
+            retry_after_ms=_BUSY_RETRY_MS,
+        )
     kind = _ERRORS.get(status, TargetFailed)
     try:
         name = Status(status).name.lower().replace("_", " ")
