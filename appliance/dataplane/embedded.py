@@ -84,6 +84,8 @@ class EmbeddedTarget(Target):
         self._port = port
         self._limits = limits or TransportLimits()
         self._volumes: dict[VolumeId, VolumeSpec] = {}
+        self._incarnation = 0
+        self._number = 0
         self._capabilities: Capabilities | None = None  # of the process that answers now
         self._shape = asyncio.Lock()  # one change of subsystems at a time: each is a look followed by an act
 
@@ -241,8 +243,9 @@ class EmbeddedTarget(Target):
     async def teardown_host(self, host: HostIdentity) -> None:
         await self._rpc.call("forebay_host_teardown", {"host_nqn": host.nqn, "host_id": host.host_id or None})
 
-    async def teardown_all(self) -> None:
-        await self._rpc.call("forebay_teardown_all")
+    async def teardown_all(self, incarnation: int) -> None:
+        self._incarnation = incarnation
+        await self._rpc.call("forebay_teardown_all", {"incarnation": incarnation})
 
     async def grant(self, grants: Sequence[WriteGrant]) -> None:
         """Open extents for writing; all or none.
@@ -263,7 +266,8 @@ class EmbeddedTarget(Target):
                 names = [[host.nqn, host.host_id] for host in hosts]
                 for part in _parts(rows):
                     asked += [GrantId(row[0]) for row in part]
-                    await self._rpc.call("forebay_grants_add", {"name": bdev, "hosts": names, "grants": part})
+                    values = {"name": bdev, "hosts": names, "grants": part, "order": self._order()}
+                    await self._rpc.call("forebay_grants_add", values)
         except ForebayError:
             # All or none: also the part that failed, of which perhaps only the answer was lost.
             with suppress(Unavailable):
@@ -292,12 +296,19 @@ class EmbeddedTarget(Target):
             raise ProtocolError(f"{method}: {found!r} is not an answer") from error
 
     async def prepare_region(self, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
-        values = {"name": volume.bdev, "offset_bytes": offset_bytes, "length_bytes": length_bytes}
-        await self._rpc.call("forebay_region_prepare", values)
+        await self._region("forebay_region_prepare", volume, offset_bytes, length_bytes)
 
     async def release_region(self, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
+        await self._region("forebay_region_release", volume, offset_bytes, length_bytes)
+
+    async def _region(self, method: str, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
         values = {"name": volume.bdev, "offset_bytes": offset_bytes, "length_bytes": length_bytes}
-        await self._rpc.call("forebay_region_release", values)
+        await self._rpc.call(method, {**values, "order": self._order()})
+
+    def _order(self) -> list[int]:
+        """So that the target does not carry out late what we gave up, or what an earlier daemon asked for."""
+        self._number += 1
+        return [self._incarnation, self._number]
 
     async def checksums(self, volume: VolumeSpec, ranges: Sequence[tuple[int, int, int]]) -> list[int]:
         found: list[int] = []

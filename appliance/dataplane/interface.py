@@ -161,8 +161,12 @@ class Target(ABC):
         """Tear down every controller of the host; it may connect again. None of its earlier commands can run after."""
 
     @abstractmethod
-    async def teardown_all(self) -> None:
-        """Tear down every controller of every host and drop all grants."""
+    async def teardown_all(self, incarnation: int) -> None:
+        """Take the target over: tear down every controller of every host and drop all grants.
+
+        Of an earlier incarnation nothing clears a region or opens one for writing any more, though it asked for that
+        and its request is on the way still.
+        """
 
     @abstractmethod
     async def grant(self, grants: Sequence[WriteGrant]) -> None:

@@ -54,6 +54,7 @@ ERRORS: dict[int, type[ForebayError]] = {
     -errno.EAGAIN: Busy,
     -errno.ETIMEDOUT: Unavailable,
     -errno.ESHUTDOWN: Unavailable,
+    -errno.ESTALE: TargetRefused,
     -errno.EPERM: TargetRefused,
     -errno.EACCES: TargetRefused,
     -errno.EINVAL: TargetRefused,

@@ -292,7 +292,7 @@ class SimTarget(Target):
         self._tear_down(host)
         self._leave("teardown_host")
 
-    async def teardown_all(self) -> None:
+    async def teardown_all(self, incarnation: int) -> None:
         await self._enter("teardown_all")
         self._controllers.clear()
         self.grants.clear()

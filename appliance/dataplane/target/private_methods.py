@@ -10,6 +10,7 @@ from typing import Any
 from uuid import UUID
 
 from forebay.appliance.dataplane.target.bdev_methods import VERSION
+from forebay.appliance.dataplane.target.precedence import Order
 from forebay.appliance.dataplane.target.rpc import Later, Method, Params, RpcError
 from forebay.appliance.dataplane.target.server import Server
 from forebay.appliance.dataplane.target.volume import Volume
@@ -18,6 +19,8 @@ from forebay.ids import LBA_BYTES, HostIdentity
 __all__ = ["PrivateMethods"]
 
 log = logging.getLogger(__name__)
+
+_MAX_ORDER = (1 << 63) - 1
 
 
 class PrivateMethods:
@@ -78,7 +81,7 @@ class PrivateMethods:
         Rows are id, first LBA, number of LBAs, and the reference tag that writes must carry.
         """
         volume = self._server.volume(params.text("name"))
-        names, rows = params.text_rows("hosts", 2), params.rows("grants", 4)
+        names, rows, order = params.text_rows("hosts", 2), params.rows("grants", 4), _order(params)
         params.finish()
         try:
             hosts = [HostIdentity(host_nqn, str(UUID(host_id))) for host_nqn, host_id in names]
@@ -86,9 +89,10 @@ class PrivateMethods:
             raise RpcError.invalid_params() from None
         if not hosts or any(row[3] > 0xFFFFFFFF for row in rows):
             raise RpcError.invalid_params()
-        self._server.grants.add(
-            volume.name, hosts, [(row[0], row[1], row[2], row[3]) for row in rows], volume.lba_count
-        )
+        with self._server.precedence.standing(order):
+            self._server.grants.add(
+                volume.name, hosts, [(row[0], row[1], row[2], row[3]) for row in rows], volume.lba_count
+            )
         return True
 
     def forebay_grants_revoke(self, params: Params) -> Any:
@@ -128,8 +132,11 @@ class PrivateMethods:
         return {"controllers": self._server.teardown_host(host_nqn, ident)}
 
     def forebay_teardown_all(self, params: Params) -> Any:
-        """End every controller and drop every grant."""
+        """End every controller and drop every grant; earlier incarnations are not obeyed any more. See `precedence`."""
+        incarnation = params.integer("incarnation", 0, _MAX_ORDER, 0)
         params.finish()
+        if incarnation:
+            self._server.precedence.take_over(incarnation)
         controllers = self._server.teardown(lambda _: True)
         return {"controllers": controllers, "grants": self._server.grants.revoke_all()}
 
@@ -139,26 +146,27 @@ class PrivateMethods:
         params.finish()
         return _barrier(volume)
 
-    def _range(self, params: Params) -> tuple[Volume, int, int]:
+    def _range(self, params: Params) -> tuple[Volume, int, int, Order | None]:
         volume = self._server.volume(params.text("name"))
         most = volume.size_bytes
         offset_bytes, length_bytes = params.integer("offset_bytes", 0, most), params.integer("length_bytes", 1, most)
+        order = _order(params)
         params.finish()
         if offset_bytes % LBA_BYTES or length_bytes % LBA_BYTES or offset_bytes + length_bytes > most:
             raise RpcError.invalid_params()
-        return volume, offset_bytes, length_bytes
+        return volume, offset_bytes, length_bytes, order
 
     def forebay_region_prepare(self, params: Params) -> bool:
         """Reserve a range's space, reading as zeros; -28 if there is none."""
-        volume, offset_bytes, length_bytes = self._range(params)
-        with volume.hold():
+        volume, offset_bytes, length_bytes, order = self._range(params)
+        with self._server.precedence.turn(volume, order), volume.hold():
             volume.prepare_region(offset_bytes, length_bytes)
         return True
 
     def forebay_region_release(self, params: Params) -> bool:
         """Give a range's space back; done when this answers."""
-        volume, offset_bytes, length_bytes = self._range(params)
-        with volume.hold():
+        volume, offset_bytes, length_bytes, order = self._range(params)
+        with self._server.precedence.turn(volume, order), volume.hold():
             volume.release_region(offset_bytes, length_bytes)
         return True
 
@@ -174,6 +182,16 @@ class PrivateMethods:
             raise RpcError.of_errno(errno.EOPNOTSUPP)
         with volume.hold():
             return {"checksums": volume.checksums([(row[0], row[1], row[2]) for row in rows])}
+
+
+def _order(params: Params) -> Order | None:
+    """The parameter ``order``, which may be left out."""
+    if not params.has("order"):
+        return None
+    order = params.integers("order")
+    if len(order) != 2 or not all(0 <= part <= _MAX_ORDER for part in order):
+        raise RpcError.invalid_params()
+    return order[0], order[1]
 
 
 def _barrier(volume: Volume) -> Any:

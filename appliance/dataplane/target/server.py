@@ -25,6 +25,7 @@ from forebay.appliance.dataplane.target.controller import Controller, DiscoveryC
 from forebay.appliance.dataplane.target.discovery import DiscoveryLog
 from forebay.appliance.dataplane.target.grants import GrantTable
 from forebay.appliance.dataplane.target.limits import TargetLimits
+from forebay.appliance.dataplane.target.precedence import Precedence
 from forebay.appliance.dataplane.target.queue import Queue
 from forebay.appliance.dataplane.target.subsystems import ListenAddress, Namespace, Subsystem
 from forebay.appliance.dataplane.target.volume import Volume
@@ -130,6 +131,7 @@ class Server:
         self.limits = limits or TargetLimits()
         self.boot_id = str(uuid4())
         self.grants = GrantTable()
+        self.precedence = Precedence()
         self.buffers = BufferPool(self.limits.chunk_bytes, self.limits.buffer_bytes)
         self.lock = RLock()
         """Guards every change below, and controllers' `queues` and `closing`."""

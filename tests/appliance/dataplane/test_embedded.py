@@ -381,7 +381,7 @@ class TestGrants:
             await rig.target.revoke([GrantId(1), GrantId(4), GrantId(99)])
             assert await rig.live_grants() == 2
             await rig.target.teardown_host(host("a"))
-            await rig.target.teardown_all()
+            await rig.target.teardown_all(1)
             assert await rig.live_grants() == 0
 
     async def test_more_than_one_message_holds(self, tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""Control requests that must not be carried out late, and how the target tells.
+
+A request may come to its volume long after whoever sent it gave it up: its thread did not run, the drive hung, or the
+daemon was killed and its last words still lie in the socket. A deallocate that is carried out then destroys what
+another owner of the place has stored since (docs/design.md §6.4). So a request that clears a region or opens it for
+writing carries its order, ``[incarnation, number]``:
+
+* nothing of an incarnation is carried out once a later one has taken the target over, and taking over waits for what
+  is under way;
+* on one volume they go one by one, and none after a later one.
+
+A request without an order comes from a person's hand, and is believed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Lock
+from weakref import WeakKeyDictionary
+
+from forebay.appliance.dataplane.target.volume import Volume
+
+__all__ = ["Order", "Precedence"]
+
+Order = tuple[int, int]
+"""Incarnation of the daemon, and a number that grows with each request."""
+
+
+@dataclass(slots=True)
+class _Turns:
+    """Of one volume: whoever holds the lock has its turn; ``last`` is the order of the latest that had one."""
+
+    lock: Lock = field(default_factory=Lock)
+    last: Order = (0, 0)
+
+
+class Precedence:
+    """What the target still carries out. Methods raise OSError (ESTALE) for what comes too late."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._incarnation = 0
+        self._turns: WeakKeyDictionary[Volume, _Turns] = WeakKeyDictionary()
+
+    def take_over(self, incarnation: int) -> None:
+        """Obey no earlier incarnation from now on; nothing that one asked for is under way when this returns."""
+        with self._lock:
+            self._require(incarnation)
+            turns = list(self._turns.values())
+        for one in turns:
+            with one.lock:
+                pass
+
+    @contextmanager
+    def standing(self, order: Order | None) -> Iterator[None]:
+        """For something that takes no time: its incarnation is not over before it is done."""
+        with self._lock:
+            if order is not None:
+                self._require(order[0])
+            yield
+
+    @contextmanager
+    def turn(self, volume: Volume, order: Order | None) -> Iterator[None]:
+        """For something that a volume's drive may hold up: waits for what came before."""
+        with self._lock:
+            turns = self._turns.setdefault(volume, _Turns())
+        with turns.lock:
+            if order is not None:
+                with self._lock:
+                    self._require(order[0])
+                if order < turns.last:
+                    raise _late()
+                turns.last = order
+            yield
+
+    def _require(self, incarnation: int) -> None:
+        if incarnation < self._incarnation:
+            raise _late()
+        self._incarnation = incarnation
+
+
+def _late() -> OSError:
+    return OSError(errno.ESTALE, os.strerror(errno.ESTALE))
