@@ -27,9 +27,9 @@ from forebay.errors import (
     StaleIncarnation,
     StaleMap,
 )
-from forebay.ids import MAX_KEY_BYTES, BlockKey, HostIdentity, split_stored_key
+from forebay.ids import DEFAULT_SCOPE, MAX_KEY_BYTES, BlockKey, HostIdentity, split_stored_key
 from forebay.proto import forebay_pb2 as pb
-from forebay.proto.columns import keys_from_proto, keys_to_proto, pack, rows16, unpack
+from forebay.proto.columns import key_bytes, keys_from_proto, keys_to_proto, pack, rows16, unpack
 
 __all__ = ["MAP_VERSION", "DataCalls"]
 
@@ -105,6 +105,14 @@ class DataCalls:
             raise InvalidArgument("a group is not in the schema", field="keys.groups", limit=f"0 to {groups - 1}")
         return keys
 
+    @staticmethod
+    def _plain_keys(session: Session, message: pb.Keys) -> list[bytes]:
+        """`_keys` of a call without groups and scopes."""
+        keys = key_bytes(message)
+        if DEFAULT_SCOPE not in session.scopes:
+            raise PermissionDenied(f"scope id {DEFAULT_SCOPE} is not one of the session's", field="keys.scopes")
+        return keys
+
     def _read(self, principal: Principal, request: Any, right: str = "read") -> tuple[Session, list[BlockKey], int]:
         session, deadline_ms = self._session(principal, request.context, right)
         return session, self._keys(session, request.keys), deadline_ms
@@ -178,8 +186,13 @@ class DataCalls:
     # ------------------------------------------------------------------------------------------------ reading
 
     async def match(self, principal: Principal, request: pb.MatchRequest) -> pb.MatchReply:
-        session, keys, _ = self._read(principal, request)
-        status, prefix, size = self._node.blocks.match(session, keys)
+        blocks = self._node.blocks
+        if request.keys.groups or request.keys.scopes:
+            session, keys, _ = self._read(principal, request)
+            status, prefix, size = blocks.match(session, keys)
+        else:
+            session, _ = self._session(principal, request.context, "read")
+            status, prefix, size = blocks.match_plain(session, self._plain_keys(session, request.keys))
         return pb.MatchReply(
             status=status.tobytes(),
             prefix_groups=pack("u16", list(prefix)),

@@ -61,7 +61,7 @@ from forebay.ids import (
     split_stored_key,
     stored_prefix,
 )
-from forebay.index import ABSENT, BlockIndex, Rows, RowState, findable
+from forebay.index import ABSENT, BlockIndex, Digests, Rows, RowState, findable
 from forebay.schema import Schema, TileLayout
 
 __all__ = ["BlockStat", "Blocks", "Engine", "ListedBlock", "Located", "Verdict", "owner_key", "tile_ranges"]
@@ -88,6 +88,11 @@ def tile_ranges(
     """Where on the volume each tile of a block lies, its length, and the seed that its checksum starts from."""
     seeds = tile_seeds(stored_key, range(layout.tiles), write_id)
     return [(offset_bytes + o, n, s) for o, n, s in zip(layout.offsets, layout.lengths, seeds, strict=True)]
+
+
+def _leading(present: npt.NDArray[np.bool_]) -> int:
+    """How many are present before the first that is not."""
+    return len(present) if present.all() else int(np.argmin(present))
 
 
 @dataclass(slots=True)
@@ -231,28 +236,38 @@ class Blocks:
 
         Takes no lease and moves nothing in the eviction order, so that asking never blocks eviction.
         """
+        status, size = self._matched(session, session.digests(self._e.index, keys))
+        present = status == OK
+        if not any(map(_GROUP_OF, keys)):
+            return status, {0: _leading(present)}, size
+        prefix: dict[int, int] = {}
+        broken: set[int] = set()
+        for key, there in zip(keys, present.tolist(), strict=True):
+            prefix.setdefault(key.group, 0)
+            if not there:
+                broken.add(key.group)
+            elif key.group not in broken:
+                prefix[key.group] += 1
+        return status, prefix, size
+
+    def match_plain(self, session: Session, keys: Sequence[bytes]) -> tuple[Status, dict[int, int], int]:
+        """`match` of keys in group 0 of the default scope, of which no objects have to be made."""
+        status, size = self._matched(session, session.plain_digests(self._e.index, keys))
+        return status, {0: _leading(status == OK)}, size
+
+    def _matched(self, session: Session, digests: Digests) -> tuple[Status, int]:
         self.require_open(session)
         self.admit(session)
-        rows = self._fresh(self._e.index.find(session.digests(self._e.index, keys)), session)
+        index, counters = self._e.index, self._e.counters
+        rows = self._fresh(index.find(digests), session)
         away = self._away(rows)
         present = (rows >= 0) & ~away
-        prefix: dict[int, int] = {}
-        if any(map(_GROUP_OF, keys)):
-            broken: set[int] = set()
-            for key, there in zip(keys, present.tolist(), strict=True):
-                prefix.setdefault(key.group, 0)
-                if not there:
-                    broken.add(key.group)
-                elif key.group not in broken:
-                    prefix[key.group] += 1
-        else:
-            prefix[0] = len(keys) if present.all() else int(np.argmin(present))
-        size = int(self._e.index.value_length[rows[present]].sum(dtype=np.uint64))
-        self._e.counters["match_keys"] += len(keys)
-        self._e.counters["match_hits"] += int(present.sum())
-        status = np.where(present, OK, Absent.code).astype(np.uint16)
+        mine = rows[present]
+        counters["match_keys"] += len(rows)
+        counters["match_hits"] += len(mine)
+        status = np.where(present, np.uint16(OK), np.uint16(Absent.code))
         status[away] = Unavailable.code
-        return status, prefix, size
+        return status, int(index.value_length.take(mine).sum(dtype=np.uint64))
 
     def _away(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which of ``rows``, some of them perhaps `ABSENT`, lie on a drive that is away."""

@@ -31,6 +31,8 @@ _TOMB = 0xFFFFFFFE
 _MAP_NORESERVE = 0x4000  # Linux; the mmap module names it from Python 3.13 only
 _MIN_SLOTS = 1 << 12
 _POOL_ROWS = 1 << 20
+_FEW = 32
+"""Keys that are faster looked up one by one than all at once."""
 
 Rows = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
@@ -190,20 +192,31 @@ class BlockIndex:
 
     def find(self, digests: Digests) -> Rows:
         """Rows of visible blocks, `ABSENT` where there is none."""
+        table, mask = self._slots, len(self._slots) - 1
         out = np.full(len(digests), ABSENT, np.int64)
-        mask = np.uint64(len(self._slots) - 1)
-        slots = digests[:, 0] & mask
         live = np.arange(len(digests))
-        while live.size:
-            rows = self._slots[slots]
-            found = rows < _TOMB
-            safe = np.where(found, rows, 0)
-            match = found & (self.digest[safe] == digests[live]).all(axis=1)
+        slots, wanted = (digests[:, 0] & np.uint64(mask)).astype(np.int64), digests
+        while len(live) > _FEW:  # by `take`, which is several times faster than an index of rows
+            rows = table.take(slots)
+            there = rows < _TOMB
+            same = self.digest.take(np.where(there, rows, 0), axis=0) == wanted
+            match = there & same[:, 0] & same[:, 1]
             out[live[match]] = rows[match]
-            go_on = ~match & (rows != _EMPTY)
-            live = live[go_on]
-            slots = (slots[go_on] + np.uint64(1)) & mask
+            on = np.flatnonzero((rows != _EMPTY) & ~match)
+            live, wanted = live.take(on), wanted.take(on, axis=0)
+            slots = (slots.take(on) + 1) & mask
+        for i, slot in zip(live.tolist(), slots.tolist(), strict=True):
+            out[i] = self._probe(slot, digests.item(i, 0), digests.item(i, 1))
         return out
+
+    def _probe(self, slot: int, low: int, high: int) -> int:
+        """`find` of one digest from a slot on."""
+        table, digest, mask = self._slots, self.digest, len(self._slots) - 1
+        while (row := table.item(slot)) != _EMPTY:
+            if row != _TOMB and digest.item(row, 0) == low and digest.item(row, 1) == high:
+                return row
+            slot = (slot + 1) & mask
+        return ABSENT
 
     # ------------------------------------------------------------------------------------------------ changes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from forebay.appliance.dataplane.interface import Barrier
@@ -283,6 +284,28 @@ async def test_a_region_whose_release_fails_is_neither_lost_nor_used(rig: Rig) -
     await rig.node.release_empty_regions()
     assert rig.node.engine.space.drives["drive0"].claimed_regions == 0
     rig.check()
+
+
+@pytest.mark.parametrize("present", [(), (0,), (0, 1, 3), (1, 2), (0, 1, 2, 3)])
+@on_loop
+async def test_a_match_of_plain_keys_answers_as_one_with_columns(rig: Rig, present: tuple[int, ...]) -> None:
+    await rig.start()
+    await rig.namespace()
+    m = await rig.open(schema=OPAQUE)
+    for i in present:
+        assert await rig.put(m, b"%d" % i, b"x" * (i + 1)) == OK
+    raw = [b"%d" % i for i in range(4)]
+    status, prefix, size = rig.node.blocks.match_plain(m.session, raw)
+    assert status.dtype == np.uint16
+    assert status.tolist() == [OK if i in present else Absent.code for i in range(4)]
+    assert size == sum(i + 1 for i in present)
+    assert prefix == {0: next((i for i in range(4) if i not in present), 4)}
+    again = rig.node.blocks.match(m.session, [BlockKey(k) for k in raw])
+    assert (again[0].tolist(), again[1:]) == (status.tolist(), (prefix, size))
+    assert rig.node.engine.counters["match_hits"] == 2 * len(present)
+    await rig.node.end_session(m.session)
+    with pytest.raises(SessionExpired):
+        rig.node.blocks.match_plain(m.session, raw)
 
 
 # ---------------------------------------------------------------------------------------------------- the target fails

@@ -15,7 +15,7 @@ from forebay.errors import InvalidArgument, KeySize
 from forebay.ids import MAX_BATCH_KEYS, MAX_KEY_BYTES, BlockKey, WriteId
 from forebay.proto import forebay_pb2 as pb
 
-__all__ = ["keys_from_proto", "keys_to_proto", "pack", "rows16", "unpack"]
+__all__ = ["key_bytes", "keys_from_proto", "keys_to_proto", "pack", "rows16", "unpack"]
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "u8": np.dtype("u1"),
@@ -64,6 +64,17 @@ def keys_to_proto(keys: Sequence[BlockKey]) -> pb.Keys:
 
 def keys_from_proto(message: pb.Keys, field: str = "keys", *, allow_empty_key: bool = False) -> list[BlockKey]:
     """The keys of a column. Raises `InvalidArgument` or `KeySize`, naming the column and the row."""
+    raw = key_bytes(message, field, allow_empty_key=allow_empty_key)
+    if not message.groups and not message.scopes:
+        return [BlockKey(k) for k in raw]
+    count = len(raw)
+    groups = unpack("u16", message.groups, f"{field}.groups", count) if message.groups else [0] * count
+    scopes = unpack("u32", message.scopes, f"{field}.scopes", count) if message.scopes else [0] * count
+    return [BlockKey(k, g, s) for k, g, s in zip(raw, groups, scopes, strict=True)]
+
+
+def key_bytes(message: pb.Keys, field: str = "keys", *, allow_empty_key: bool = False) -> list[bytes]:
+    """`keys_from_proto` without groups and scopes: where those columns are empty, all that there is to know."""
     data, stride = message.data, message.stride
     if stride:
         if stride > MAX_KEY_BYTES:
@@ -84,9 +95,4 @@ def keys_from_proto(message: pb.Keys, field: str = "keys", *, allow_empty_key: b
             raise InvalidArgument(f"{field}.data has {len(data)} bytes where lengths say {at}", field=f"{field}.data")
     if not 1 <= len(raw) <= MAX_BATCH_KEYS:
         raise InvalidArgument(f"{field} has {len(raw)} keys", field=field, limit=f"1 to {MAX_BATCH_KEYS}")
-    if not message.groups and not message.scopes:
-        return [BlockKey(k) for k in raw]
-    count = len(raw)
-    groups = unpack("u16", message.groups, f"{field}.groups", count) if message.groups else [0] * count
-    scopes = unpack("u32", message.scopes, f"{field}.scopes", count) if message.scopes else [0] * count
-    return [BlockKey(k, g, s) for k, g, s in zip(raw, groups, scopes, strict=True)]
+    return raw
