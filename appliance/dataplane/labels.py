@@ -141,7 +141,7 @@ def decode_identity(text: str, where: str) -> DriveIdentity:
                 limit=DRIVE_VERSION,
             )
         return DriveIdentity(bytes.fromhex(values["node"]), uuid.UUID(values["drive"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise VolumeMismatch(f"{where} does not name a node and a drive", field="drive") from error
 
 

@@ -24,9 +24,11 @@ import numpy as np
 
 from forebay.appliance.directories import sync_directory
 from forebay.appliance.namespace.blocks import Engine
+from forebay.appliance.namespace.cbor_map import load_map
 from forebay.checksum import crc32c
 from forebay.crashpoints import crash_point
 from forebay.errors import MetadataCorrupt
+from forebay.ids import MAX_TILES
 from forebay.index import COLUMNS, BlockIndex, findable
 
 __all__ = ["FILE_NAME", "load_checkpoint", "save_checkpoint"]
@@ -114,7 +116,7 @@ def load_checkpoint(engine: Engine, path: Path, node_id: bytes) -> int | None:
     """
     try:
         with open(path, "rb") as file:
-            header = cbor2.loads(_read_part(file, _MAX_HEADER_BYTES))
+            header = load_map(_read_part(file, _MAX_HEADER_BYTES), "checkpoint.header")
             if header["v"] != _VERSION or header["node"] != node_id or header["columns"] != list(COLUMNS):
                 _log.warning("%s is of another version or node: the index is rebuilt from the records", path)
                 return None
@@ -122,6 +124,8 @@ def load_checkpoint(engine: Engine, path: Path, node_id: bytes) -> int | None:
             if change < engine.changes.base:
                 _log.warning("%s is older than the log of changes: the index is rebuilt from the records", path)
                 return None
+            if high < 0:
+                raise MetadataCorrupt(f"an index of {high} rows", field="checkpoint.header")
             if change > engine.changes.last or high > engine.index.max_rows:
                 _log.warning("%s is newer than the records: the index is rebuilt from them", path)
                 return None
@@ -129,7 +133,7 @@ def load_checkpoint(engine: Engine, path: Path, node_id: bytes) -> int | None:
             return change
     except FileNotFoundError:
         return None
-    except (KeyError, TypeError, ValueError, cbor2.CBORDecodeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise MetadataCorrupt(f"{path}: {error!r}", field="checkpoint") from error
 
 
@@ -137,11 +141,11 @@ def _fill(index: BlockIndex, file: IO[bytes], high: int) -> None:
     for rows in _ranges(high):
         for name in COLUMNS:
             _put(getattr(index, name)[rows], file)
-    used = cbor2.loads(_read_part(file, _MAX_HEADER_BYTES))
+    used = load_map(_read_part(file, _MAX_HEADER_BYTES), "checkpoint.pools")
     for tiles, count in used.items():
-        pool = index.pool(int(tiles))
-        if count > index.max_rows:
-            raise MetadataCorrupt("a pool has more rows than the index", field="checkpoint", limit=index.max_rows)
+        if not 1 <= tiles <= MAX_TILES or not 0 <= count <= index.max_rows:
+            raise MetadataCorrupt(f"a pool of {count} rows of {tiles}", field="checkpoint.pools", limit=index.max_rows)
+        pool = index.pool(tiles)
         pool.make_room(count)
         for rows in _ranges(count):
             _put(pool.data[rows], file)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import cbor2
 
+from forebay.appliance.namespace.cbor_map import load_map
 from forebay.appliance.namespace.store import Op, Store
 from forebay.errors import Busy, MetadataCorrupt, NotFound
 from forebay.ids import Extent, VolumeId
@@ -50,12 +51,12 @@ class Quarantine:
         self._entries: dict[tuple[int, int], Quarantined] = {}
         self._leased: set[tuple[int, int]] = set()
         for key, value in store.scan("state", prefix=_PREFIX):
+            raw = load_map(value, f"state record {key!r}")
             try:
-                raw = cbor2.loads(value)
-                extent = Extent(VolumeId(raw["volume"]), raw["offset"], raw["length"])
-                entry = Quarantined(extent, raw["reason"], raw["since"])
-            except (cbor2.CBORDecodeError, KeyError, TypeError, ValueError) as e:
-                raise MetadataCorrupt(f"state record {key!r} does not decode: {e}", field="state") from e
+                volume, offset, length = int(raw["volume"]), int(raw["offset"]), int(raw["length"])
+                entry = Quarantined(Extent(VolumeId(volume), offset, length), str(raw["reason"]), int(raw["since"]))
+            except (KeyError, TypeError, ValueError) as e:
+                raise MetadataCorrupt(f"state record {key!r} does not decode: {e!r}", field="state") from e
             self._entries[entry.place] = entry
 
     def __iter__(self) -> Iterator[Quarantined]:

@@ -40,9 +40,9 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
-import cbor2
 import numpy as np
 
+from forebay.appliance.namespace.cbor_map import load_map
 from forebay.checksum import CHECKSUM_BYTES, CRC32C, crc32c
 from forebay.errors import DataDirNewer, MetadataCorrupt
 from forebay.ids import MAX_TILES, Extent, VolumeId, WriteId
@@ -178,5 +178,8 @@ class Record:
         return replace(self, flags=flags)
 
     def described(self) -> dict[str, Any]:
-        """The tail as a map: ``d`` what the writer described, ``h`` its hints; empty when there is none."""
-        return cbor2.loads(self.tail) if self.tail else {}
+        """The tail as a map: ``d`` what the writer described, ``h`` its hints; empty when there is none.
+
+        Raises `MetadataCorrupt`.
+        """
+        return load_map(self.tail, "record.tail") if self.tail else {}
