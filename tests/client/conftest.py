@@ -138,6 +138,7 @@ class NodeProcess(NodeAccess):
     """A node: daemon and target."""
 
     program: Sequence[str] = (str(Path(sys.executable).with_name("forebay")),)
+    capacity = "4GiB"
 
     def __init__(self, data: Path, **environment: str) -> None:
         self.data = data
@@ -155,7 +156,7 @@ class NodeProcess(NodeAccess):
         described = self.data / "node.json"
         described.unlink(missing_ok=True)
         with (self.data.parent / "node.log").open("ab") as log:
-            self.process = subprocess.Popen([*command, "--capacity", "4GiB"], env=env, stdout=log, stderr=log)
+            self.process = subprocess.Popen([*command, "--capacity", self.capacity], env=env, stdout=log, stderr=log)
         eventually(lambda: described.exists() or self.process.poll() is not None, "node.json")
         self.info = json.loads(described.read_text())
         self.grpc = str(self.info["grpc"])

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["VARIABLE", "Switches", "ahead_ms", "on"]
+__all__ = ["VARIABLE", "Switches", "ahead_ms", "note", "on"]
 
 VARIABLE = "FENCING_SWITCHES"
 
@@ -43,6 +43,10 @@ class Switches:
         self.ahead_ms += duration_ms
         self._write()
 
+    def noted(self, what: str) -> int:
+        """How often a process has noted that."""
+        return self.file.with_suffix(f".{what}").stat().st_size if self.file.with_suffix(f".{what}").exists() else 0
+
     def _write(self) -> None:
         fresh = self.file.with_suffix(".new")
         fresh.write_text(json.dumps({"names": sorted(self.names), "ahead_ms": self.ahead_ms}))
@@ -62,3 +66,9 @@ def on(name: str) -> bool:
 def ahead_ms() -> int:
     """How far clocks are put forward; asked by the other processes."""
     return _read()[1]
+
+
+def note(what: str) -> None:
+    """Something happened that the test waits for."""
+    with Path(os.environ[VARIABLE]).with_suffix(f".{what}").open("ab") as file:
+        file.write(b".")

@@ -18,8 +18,11 @@ switch             process        what is out
 ``taken-back``     daemon         a write that was taken back can be committed
 ================== ============== ======================================================================================
 
-Faults, which are no defences: ``slow-release`` and ``slow-prepare`` hold the first deallocate (preparation) of a
-region that comes while they are on, until they are off.
+Faults, which are no defences:
+
+* ``late-release``, ``late-prepare``: the target holds the first request to deallocate (prepare) a region that comes
+  while they are on, before it looks at it, until they are off;
+* ``impatient``: the daemon gives such a request up at once.
 """
 
 from __future__ import annotations
@@ -27,17 +30,21 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import numpy as np
 
+from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.supervisor import Supervisor
 from forebay.appliance.dataplane.target import __main__ as target_process
 from forebay.appliance.dataplane.target.controller import Controller
 from forebay.appliance.dataplane.target.grants import GrantTable
+from forebay.appliance.dataplane.target.precedence import Precedence
+from forebay.appliance.dataplane.target.private_methods import PrivateMethods
 from forebay.appliance.dataplane.target.server import Server
 from forebay.appliance.dataplane.target.subsystems import Namespace, Subsystem
-from forebay.appliance.dataplane.target.volume import Volume
 from forebay.appliance.namespace.blocks import Blocks
 from forebay.appliance.namespace.room import Room
 from forebay.appliance.namespace.sessions import PendingWrite, WriteState
@@ -46,7 +53,7 @@ from forebay.cli.main import main as forebay
 from forebay.clock import SystemClock
 from forebay.ids import Extent, VolumeId
 from forebay.index import RowState, findable
-from tests.fencing.switches import ahead_ms, on
+from tests.fencing.switches import ahead_ms, note, on
 
 __all__: list[str] = []
 
@@ -59,6 +66,7 @@ def instead(owner: type, name: str) -> Callable[[Plain], Plain]:
     def take(act: Plain) -> Plain:
         plain = getattr(owner, name)
 
+        @wraps(plain)
         def patched(*args: Any, **kwargs: Any) -> Any:
             return act(plain, *args, **kwargs)
 
@@ -113,20 +121,34 @@ def _expired(plain: Plain, *args: Any) -> Any:
     return not on("keep-alive") and plain(*args)
 
 
-def _slowed(name: str, switch: str) -> None:
-    used: list[bool] = []
+@instead(Precedence, "take_over")
+def _take_over(plain: Plain, *args: Any) -> Any:
+    return None if on("precedence") else plain(*args)
 
-    @instead(Volume, name)
+
+@instead(Precedence, "turn")
+def _turn(plain: Plain, *args: Any) -> Any:
+    return nullcontext() if on("precedence") else plain(*args)
+
+
+def _delayed(name: str, switch: str) -> None:
+    held: list[bool] = []
+
+    @instead(PrivateMethods, name)
     def act(plain: Plain, *args: Any) -> Any:
-        if on(switch) and not used:
-            used.append(True)
+        if on(switch) and not held:
+            held.append(True)
             while on(switch):
                 time.sleep(0.01)
-        return plain(*args)
+            held.clear()
+        try:
+            return plain(*args)
+        finally:
+            note("region")
 
 
-_slowed("release_region", "slow-release")
-_slowed("prepare_region", "slow-prepare")
+_delayed("forebay_region_release", "late-release")
+_delayed("forebay_region_prepare", "late-prepare")
 
 
 # --- the daemon -------------------------------------------------------------------------------------------------------
@@ -171,6 +193,13 @@ def _forget(plain: Plain, self: Writes, write: PendingWrite) -> None:
     if on("taken-back") and taken_back:
         write.state = WriteState.WRITING
         session.writes[write.write_id] = write
+
+
+@instead(JsonRpcClient, "call")
+def _call(plain: Plain, self: JsonRpcClient, method: str, params: Any = None, **kwargs: Any) -> Any:
+    if method.startswith("forebay_region_") and on("impatient"):
+        kwargs["timeout_s"] = 0.1
+    return plain(self, method, params, **kwargs)
 
 
 @instead(Supervisor, "__init__")
