@@ -48,6 +48,8 @@ MAX_NAMESPACES = 16_384
 """Namespaces of one tenant's subsystem; fixed when it is created."""
 BATCH = 4096
 """Grants, ids or ranges in one request at most, so that no message grows without bound."""
+_REPLAY_MS = 100
+"""When to ask again for what a target that was started anew does not know yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,8 @@ class EmbeddedTarget(Target):
         subsystem = await self._subsystem(nqn)
         listener = _listener(subsystem, self._address) if subsystem is not None else None
         if listener is None:
-            raise NotFound(f"the target has no subsystem for tenant {tenant}", field="tenant")
+            mine = [spec for spec in self._volumes.values() if spec.tenant == tenant]
+            raise self._missing(NotFound(f"the target has no subsystem for tenant {tenant}", field="tenant"), mine)
         return EndpointInfo(TRANSPORT.lower(), listener["traddr"], int(listener["trsvcid"]), nqn)
 
     async def add_host(self, tenant: str, host: HostIdentity, volumes: Sequence[VolumeSpec]) -> None:
@@ -168,7 +171,8 @@ class EmbeddedTarget(Target):
                     await self._rpc.call(method, {"nqn": nqn, "nsid": nsid, "host": host.nqn})
                 visible.discard(nsid)
             if visible:
-                raise NotFound(f"{nqn} has no NSID {min(visible)}: add its volume first", field="volumes")
+                error = NotFound(f"{nqn} has no NSID {min(visible)}: add its volume first", field="volumes")
+                raise self._missing(error, volumes)
 
     async def remove_host(self, tenant: str, host: HostIdentity, volumes: Sequence[VolumeSpec]) -> None:
         nqn = self.subsystem_nqn(tenant)
@@ -252,22 +256,22 @@ class EmbeddedTarget(Target):
 
         After `Unavailable` nobody knows: the caller revokes the ids before it gives the extents to another.
         """
-        groups: dict[tuple[str, tuple[HostIdentity, ...]], list[list[int]]] = {}
+        groups: dict[tuple[VolumeId, tuple[HostIdentity, ...]], list[list[int]]] = {}
         for grant in grants:
             spec = self._volumes.get(grant.extent.volume)
             if spec is None:
                 raise NotFound(f"the target does not serve volume {grant.extent.volume}", field="volume")
             lbas = [grant.extent.offset_bytes // LBA_BYTES, grant.extent.length_bytes // LBA_BYTES]
             row = [grant.grant, *lbas, grant.tag]
-            groups.setdefault((spec.bdev, grant.hosts), []).append(row)
+            groups.setdefault((spec.volume, grant.hosts), []).append(row)
         asked: list[GrantId] = []
         try:
-            for (bdev, hosts), rows in groups.items():
+            for (volume, hosts), rows in groups.items():
                 names = [[host.nqn, host.host_id] for host in hosts]
                 for part in _parts(rows):
                     asked += [GrantId(row[0]) for row in part]
-                    values = {"name": bdev, "hosts": names, "grants": part, "order": self._order()}
-                    await self._rpc.call("forebay_grants_add", values)
+                    values = {"hosts": names, "grants": part, "order": self._order()}
+                    await self._call("forebay_grants_add", self._volumes[volume], values)
         except ForebayError:
             # All or none: also the part that failed, of which perhaps only the answer was lost.
             with suppress(Unavailable):
@@ -279,17 +283,17 @@ class EmbeddedTarget(Target):
             await self._rpc.call("forebay_grants_revoke", {"ids": part})
 
     async def barrier(self, volume: VolumeSpec) -> Barrier:
-        return await self._barrier("forebay_barrier", {"name": volume.bdev})
+        return await self._barrier("forebay_barrier", volume, {})
 
     async def seal(self, grants: Sequence[GrantId], volume: VolumeSpec) -> Barrier:
         capabilities = self._capabilities or (await self.info()).capabilities
         if not capabilities.seal:  # a target that an older daemon started, and that goes on running
             return await super().seal(grants, volume)
         await self.revoke(grants[BATCH:])
-        return await self._barrier("forebay_seal", {"ids": list(grants[:BATCH]), "name": volume.bdev})
+        return await self._barrier("forebay_seal", volume, {"ids": list(grants[:BATCH])})
 
-    async def _barrier(self, method: str, params: dict[str, Any]) -> Barrier:
-        found = await self._rpc.call(method, params)
+    async def _barrier(self, method: str, volume: VolumeSpec, params: dict[str, Any]) -> Barrier:
+        found = await self._call(method, volume, params)
         try:
             return Barrier(found["result"])
         except (KeyError, TypeError, ValueError) as error:
@@ -302,8 +306,25 @@ class EmbeddedTarget(Target):
         await self._region("forebay_region_release", volume, offset_bytes, length_bytes)
 
     async def _region(self, method: str, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
-        values = {"name": volume.bdev, "offset_bytes": offset_bytes, "length_bytes": length_bytes}
-        await self._rpc.call(method, {**values, "order": self._order()})
+        values = {"offset_bytes": offset_bytes, "length_bytes": length_bytes, "order": self._order()}
+        await self._call(method, volume, values)
+
+    async def _call(self, method: str, volume: VolumeSpec, params: dict[str, Any]) -> Any:
+        """A method that is about one volume."""
+        try:
+            return await self._rpc.call(method, {"name": volume.bdev, **params})
+        except NotFound as error:
+            raise self._missing(error, [volume]) from error
+
+    def _missing(self, error: NotFound, volumes: Sequence[VolumeSpec]) -> ForebayError:
+        """What it means that volumes are not found: the target had those that it was given, and was started anew since.
+
+        Then they are back as soon as the supervisor has replayed the state, and whoever asks again gets them.
+        """
+        if volumes and all(self._volumes.get(spec.volume) == spec for spec in volumes):
+            text = f"the target was started anew and does not serve all of its volumes yet: {error.message}"
+            return Unavailable(text, field="target", retry_after_ms=_REPLAY_MS)
+        return error
 
     def _order(self) -> list[int]:
         """So that the target does not carry out late what we gave up, or what an earlier daemon asked for."""
@@ -313,8 +334,9 @@ class EmbeddedTarget(Target):
     async def checksums(self, volume: VolumeSpec, ranges: Sequence[tuple[int, int, int]]) -> list[int]:
         found: list[int] = []
         for part in _parts(ranges):
-            values = {"name": volume.bdev, "kind": "crc32c", "ranges": [list(one) for one in part]}
-            answer = await self._rpc.call("forebay_verify", values)
+            answer = await self._call(
+                "forebay_verify", volume, {"kind": "crc32c", "ranges": [list(one) for one in part]}
+            )
             sums = answer.get("checksums") if isinstance(answer, dict) else None
             if not isinstance(sums, list) or len(sums) != len(part):
                 raise ProtocolError("forebay_verify: not one checksum for each range")

@@ -6,7 +6,7 @@ import signal
 import socket
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -193,6 +193,29 @@ async def test_hosts_see_what_they_were_given_and_nothing_else(tmp_path: Path) -
         assert [each["nqn"] for each in (await rig.subsystems())[0]["hosts"]] == [a.nqn]
         with pytest.raises(NotFound):
             await rig.target.add_host("acme", a, [rig.volume(9)])
+
+
+async def test_what_a_target_that_was_started_anew_does_not_know_yet_is_unavailable_and_no_lack(tmp_path: Path) -> None:
+    async with rigged(tmp_path) as rig:
+        spec = rig.volume()
+        await rig.target.add_volume(spec)
+        await rig.kill()  # and nothing is replayed
+        asked: list[Callable[[], Awaitable[object]]] = [
+            lambda: rig.target.endpoint("acme"),
+            lambda: rig.target.add_host("acme", host(), [spec]),
+            lambda: rig.target.grant(grants([1], host())),
+            lambda: rig.target.barrier(spec),
+            lambda: rig.target.seal([GrantId(1)], spec),
+            lambda: rig.target.prepare_region(spec, REGION, REGION),
+            lambda: rig.target.release_region(spec, REGION, REGION),
+            lambda: rig.target.checksums(spec, [(REGION, 4096, 0)]),
+        ]
+        for ask in asked:
+            with pytest.raises(Unavailable) as told:
+                await ask()
+            assert told.value.retry_after_ms > 0
+        await rig.target.reconcile([spec], [])
+        await rig.target.add_host("acme", host(), [spec])
 
 
 async def test_volumes_and_hosts_that_are_gone_leave_nothing(tmp_path: Path) -> None:
