@@ -120,6 +120,7 @@ class DataCalls:
     # ------------------------------------------------------------------------------------------------ sessions
 
     async def open_session(self, principal: Principal, request: pb.OpenSessionRequest) -> pb.SessionReply:
+        deadline_ms = _deadline(request.deadline_ms, "deadline_ms")
         work = self._node.open_session(
             principal,
             request.namespace,
@@ -128,7 +129,6 @@ class DataCalls:
             scopes=list(request.scopes),
             client=request.client,
         )
-        deadline_ms = _deadline(request.deadline_ms, "deadline_ms")
         session, host, scopes = await finish(work, deadline_ms, lambda opened: self._node.end_session(opened[0]))
         return await self._describe(session, host, scopes)
 
