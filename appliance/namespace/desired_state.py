@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, get_origin, get_type_hints
 
 import cbor2
 
+from forebay.appliance.namespace.cbor_map import load_map
 from forebay.appliance.namespace.records import Durability
 from forebay.appliance.namespace.store import Op, Store
 from forebay.errors import AlreadyExists, InvalidArgument, MetadataCorrupt, NotFound
@@ -130,6 +131,7 @@ class _Row(Protocol):
 
 
 _R = TypeVar("_R", bound=_Row)
+_T = TypeVar("_T")
 
 
 class _Table(Generic[_R]):
@@ -167,19 +169,32 @@ class _Table(Generic[_R]):
 
     def _decode(self, key: bytes, value: bytes) -> _R:
         try:
-            raw: dict[str, Any] = cbor2.loads(value)
+            raw = load_map(value, "state")
             known = {f.name for f in fields(self._row)}  # type: ignore[arg-type]  # a dataclass
             values = {name: _frozen(cell) for name, cell in raw.items() if name in known}
             if self._row is Principal:
                 grants = [{k: _frozen(c) for k, c in g.items()} for g in raw.get("grants", ())]
-                values["grants"] = tuple(Grant(**g) for g in grants)
-            return self._row(**values)
+                values["grants"] = tuple(_typed(Grant(**g)) for g in grants)
+            row = _typed(self._row(**values))
+            if self._prefix + row.key.encode() != key:
+                raise ValueError(f"it is the record of {row.key!r}")
+            return row
         except Exception as e:
             raise MetadataCorrupt(f"state record {key!r} does not decode: {e}", field="state") from e
 
 
 def _frozen(cell: Any) -> Any:
     return tuple(cell) if isinstance(cell, list) else cell
+
+
+def _typed(row: _T) -> _T:
+    """A decoded row whose fields have the types that they are declared with. Raises ValueError."""
+    for name, declared in get_type_hints(type(row)).items():
+        kind = get_origin(declared) or getattr(declared, "__supertype__", declared)
+        cell = getattr(row, name)
+        if not isinstance(cell, kind) or (kind is int and (isinstance(cell, bool) or not 0 <= cell < 1 << 64)):
+            raise ValueError(f"{name} is {cell!r}")
+    return row
 
 
 def check_name(name: str, field: str) -> str:

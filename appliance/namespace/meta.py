@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import cbor2
 
+from forebay.appliance.namespace.cbor_map import load_map
 from forebay.appliance.namespace.store import Op, Store
 from forebay.crashpoints import crash_point
 from forebay.errors import ConfigInvalid, DataDirNewer, MetadataCorrupt
@@ -20,11 +21,10 @@ FORMAT = 1
 
 def region_bytes_of(store: Store) -> int:
     """The region size that a directory was made with. Raises `MetadataCorrupt`, also for one that holds no node."""
-    data = store.get("meta", b"format")
-    try:
-        return int(cbor2.loads(data or b"")["region"])
-    except (cbor2.CBORDecodeError, EOFError, KeyError, TypeError, ValueError) as e:
-        raise MetadataCorrupt(f"the format record does not decode: {e}", field="meta.format") from e
+    region = load_map(store.get("meta", b"format") or b"", "meta.format").get("region")
+    if not isinstance(region, int):
+        raise MetadataCorrupt(f"a region size of {region!r}", field="meta.format")
+    return region
 
 
 @dataclass(slots=True)
@@ -59,21 +59,24 @@ class NodeMeta:
             }
             data = cbor2.dumps(fresh, canonical=True)
             await store.write([Op("meta", b"format", data)])
-        try:
-            raw = cbor2.loads(data)
-            version, node, secret, region = raw["v"], raw["node"], raw["secret"], raw["region"]
-        except Exception as e:
-            raise MetadataCorrupt(f"the format record does not decode: {e}", field="meta.format") from e
-        if version > FORMAT:
+        raw = load_map(data, "meta.format")
+        version, node, secret, region = (raw.get(name) for name in ("v", "node", "secret", "region"))
+        if isinstance(version, int) and version > FORMAT:
             raise DataDirNewer(f"metadata has format {version}", field="meta.format", limit=FORMAT)
+        sound = isinstance(node, bytes) and len(node) == 16 and isinstance(secret, bytes) and len(secret) == 32
+        if not sound or not isinstance(version, int):
+            raise MetadataCorrupt("the format record has a field out of range", field="meta.format")
         if region != region_bytes:
             raise ConfigInvalid(
                 f"this data directory has regions of {region} bytes, the configuration says {region_bytes}",
                 field="space.region",
                 limit=region,
             )
-        drives = {k.decode()[6:]: v.decode() for k, v in store.scan("meta", prefix=b"drive/")}
-        absent = {k.decode()[7:]: tuple(cbor2.loads(v)) for k, v in store.scan("meta", prefix=b"absent/")}
+        try:
+            drives = {k.decode()[6:]: str(uuid.UUID(v.decode())) for k, v in store.scan("meta", prefix=b"drive/")}
+            absent = {k.decode()[7:]: tuple(map(int, cbor2.loads(v))) for k, v in store.scan("meta", prefix=b"absent/")}
+        except (cbor2.CBORError, TypeError, ValueError) as e:
+            raise MetadataCorrupt(f"a drive's record does not decode: {e}", field="meta.drive") from e
         number = cls._number
         return cls(
             store,
@@ -90,7 +93,10 @@ class NodeMeta:
 
     @staticmethod
     def _number(store: Store, key: bytes) -> int:
-        return int.from_bytes(store.get("meta", key) or b"", "big")
+        data = store.get("meta", key) or bytes(8)
+        if len(data) != 8:
+            raise MetadataCorrupt(f"the number {key.decode()} has {len(data)} bytes", field=f"meta.{key.decode()}")
+        return int.from_bytes(data, "big")
 
     async def begin_incarnation(self) -> None:
         """A new incarnation and a new intended epoch; from here on a stop is not clean until `mark_clean`."""

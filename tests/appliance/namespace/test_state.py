@@ -81,7 +81,16 @@ def test_fields_of_a_newer_version_are_kept_out_and_older_rows_get_defaults() ->
     assert found == Namespace(3, "t", "n", 5)
 
 
-@pytest.mark.parametrize("value", [b"", b"\xff", cbor2.dumps([1]), cbor2.dumps({"v": 1}), cbor2.dumps({"id": 1})])
+_ROW = {"v": 1, "id": 3, "tenant": "t", "name": "n", "created_ms": 5}
+WRONG_ROWS = [
+    cbor2.dumps(_ROW | change)
+    for change in ({"id": 4}, {"id": "3"}, {"name": b"n"}, {"created_ms": -1}, {"deleting": 2})
+]
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"\xff", cbor2.dumps([1]), cbor2.dumps({"v": 1}), cbor2.dumps({"id": 1}), *WRONG_ROWS]
+)
 def test_rows_that_do_not_decode_are_said_to_be_corrupt(value: bytes) -> None:
     store = MemoryStore()
     run(store.write([Op("state", b"namespace/3", value)]))
@@ -304,16 +313,39 @@ def counting() -> Any:
     return lambda size: next(numbers).to_bytes(1, "big") * size
 
 
+DRIVE = "0f0f0f0f-1111-2222-3333-444444444444"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (b"format", cbor2.dumps([1])),
+        (b"format", cbor2.dumps({"v": 1, "node": b"short", "secret": bytes(32), "region": 64 << 20})),
+        (b"format", cbor2.dumps({"v": 1, "node": bytes(16), "secret": "text", "region": 64 << 20})),
+        (b"drive/drive0", b"no uuid"),
+        (b"drive/drive0", b"\xff"),
+        (b"absent/drive0", cbor2.dumps("x")),
+        (b"incarnation", b"\x01"),
+    ],
+)
+def test_what_a_directory_says_of_itself_is_whole_or_corrupt(key: bytes, value: bytes) -> None:
+    store = MemoryStore()
+    run(NodeMeta.load(store, counting(), 64 << 20))
+    run(store.write([Op("meta", key, value)]))
+    with pytest.raises(MetadataCorrupt):
+        run(NodeMeta.load(store, counting(), 64 << 20))
+
+
 def test_a_directory_keeps_its_identity_and_counts_its_starts() -> None:
     store = MemoryStore()
     first = run(NodeMeta.load(store, counting(), 64 << 20))
     assert (first.incarnation, first.was_clean, len(first.node_id), len(first.secret)) == (0, False, 16, 32)
     run(first.begin_incarnation())
     run(first.confirm_epoch())
-    run(first.name_drive("drive0", "u"))
+    run(first.name_drive("drive0", DRIVE))
     run(first.mark_clean())
     second = run(NodeMeta.load(store, counting(), 64 << 20))
-    assert (second.node_id, second.secret, second.drives) == (first.node_id, first.secret, {"drive0": "u"})
+    assert (second.node_id, second.secret, second.drives) == (first.node_id, first.secret, {"drive0": DRIVE})
     assert (second.incarnation, second.confirmed_epoch, second.was_clean) == (1, 1, True)
     run(second.begin_incarnation())
     third = run(NodeMeta.load(store, counting(), 64 << 20))
