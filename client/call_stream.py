@@ -119,26 +119,32 @@ class _Waiting:
 
 
 class _Stream:
-    """One stream from its opening to its end."""
+    """One stream, from its first call to its end."""
 
     def __init__(self, open: Open) -> None:
         self.ended = False
+        self._open = open
+        self._call: Replies | None = None
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._waiting: dict[int, _Waiting] = {}
         self._outbox: SimpleQueue[int] = SimpleQueue()
         """Ids in the order of sending: 0 ends the stream; negative, nobody waits for the answer any more."""
-        self._call = open(self._messages())
-        threading.Thread(target=self._read, name="forebay-calls", daemon=True).start()
 
     def enter(self, waiting: _Waiting) -> bool:
-        """Have a message sent; False if the stream has ended. Raises `Busy`."""
+        """Have a message sent; False if the stream has ended. Raises `Busy`, and what opening raises.
+
+        Who comes first opens the stream, and so hears why it could not be opened.
+        """
         with self._lock:
             if self.ended:
                 return False
             # What nobody waits for any more counts until gRPC has taken it, which it may not for a node that stands.
             if len(self._waiting) >= _MAX_CALLS or self._outbox.qsize() >= _MAX_CALLS:
                 raise Busy("too many calls are under way", limit=_MAX_CALLS, retry_after_ms=_RETRY_MS)
+            if self._call is None:
+                self._call = call = self._open(self._messages())
+                threading.Thread(target=self._read, args=(call,), name="forebay-calls", daemon=True).start()
             waiting.id = next(self._ids)
             self._waiting[waiting.id] = waiting
         self._outbox.put(waiting.id)
@@ -154,8 +160,9 @@ class _Stream:
             return True
 
     def close(self) -> None:
-        self._call.cancel()
         self._end(None)
+        if self._call is not None:
+            self._call.cancel()
 
     def _messages(self) -> Iterator[pb.CallRequest]:
         """What gRPC sends, in a thread of its own."""
@@ -172,10 +179,10 @@ class _Stream:
                 id=ident, method=waiting.method, request=waiting.request, request_id=waiting.request_id
             )
 
-    def _read(self) -> None:
+    def _read(self, call: Replies) -> None:
         failure: grpc.RpcError | None = None
         try:
-            for reply in self._call:
+            for reply in call:
                 with self._lock:
                     waiting = self._waiting.pop(reply.id, None)
                 if waiting is not None:  # else it was given up

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -137,6 +138,7 @@ class Rpc:
             lambda messages: self.blocks.Calls(messages, metadata=self._metadata), lambda e: self._translate(e, None)
         )
         self._streamed = _streamed(self.blocks) if streams else {}
+        self._changing = threading.Lock()
 
     @property
     def streams(self) -> bool:
@@ -153,13 +155,15 @@ class Rpc:
     def call(self, method: grpc.UnaryUnaryMultiCallable[_Q, _A], request: _Q, deadline_ms: int) -> _A:
         """One request, one answer."""
         timeout_s = self.left_ms(deadline_ms) / 1000
-        if method in self._streamed:
+        streamed = self._streamed.get(method)
+        if streamed is not None:
             try:
-                return cast(_A, self._by_stream(*self._streamed[method], request, timeout_s))
+                return cast(_A, self._by_stream(*streamed, request, timeout_s))
             except NotServed:
-                if self._streamed:
-                    _log.info("the node at %s takes no stream of calls: each goes by itself", self.address)
-                self._streamed = {}
+                with self._changing:
+                    if self._streamed:
+                        _log.info("the node at %s takes no stream of calls: each goes by itself", self.address)
+                    self._streamed = {}
             timeout_s = self.left_ms(deadline_ms) / 1000
         try:
             return method(request, timeout=timeout_s, metadata=self._named())

@@ -1,5 +1,7 @@
 """A node whose answers are written by the test: gRPC in this process, in front of a scripted target.
 
+It takes calls by the stream, as nodes do, unless ``streams`` says that it is of before there was one.
+
 Every call has a true default, kept simple: one volume, blocks one after another. A test replaces attributes to lie.
 """
 
@@ -45,6 +47,18 @@ class Block:
         self.tiles = 1
 
 
+class _Aborted(Exception):
+    def __init__(self, error: ForebayError) -> None:
+        self.error = error
+
+
+class _Message:
+    """What a servicer sees of gRPC for a message of the stream."""
+
+    def __init__(self, stream: grpc.ServicerContext) -> None:
+        self.invocation_metadata = stream.invocation_metadata
+
+
 class ScriptedNode(services.BlocksServicer, NodeAccess):
     """Start it as a context manager."""
 
@@ -60,8 +74,12 @@ class ScriptedNode(services.BlocksServicer, NodeAccess):
         self.lease_ttl_ms = 10_000
         self.fail: dict[str, ForebayError] = {}
         self.answer: dict[str, Callable[[Any], Any]] = {}
+        self.streams = True
+        self.opened = 0  # streams
+        self.on_reply: Callable[[pb.CallReply], pb.CallReply] = lambda reply: reply
+        """Changes or delays the reply to each message of a stream; an error that it raises ends the stream."""
         self._lock = threading.Lock()
-        self._server = grpc.server(ThreadPoolExecutor(8))
+        self._server = grpc.server(ThreadPoolExecutor(16))
         services.add_BlocksServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port("127.0.0.1:0")
         self._server.start()
@@ -83,6 +101,11 @@ class ScriptedNode(services.BlocksServicer, NodeAccess):
         with self._lock:
             return [request for called, request in self.calls if called == name]
 
+    def given_back(self) -> list[int]:
+        """Leases that came back, by whatever call."""
+        columns = [r.leases for r in self.named("Release")] + [r.released for r in self.named("Acquire")]
+        return [lease for column in columns for lease in unpack("u64", column, "leases")]
+
     def _enter(self, name: str, request: Any, context: grpc.ServicerContext) -> None:
         with self._lock:
             self.calls.append((name, request))
@@ -96,6 +119,8 @@ class ScriptedNode(services.BlocksServicer, NodeAccess):
 
     @staticmethod
     def _abort(context: grpc.ServicerContext, error: ForebayError) -> None:
+        if isinstance(context, _Message):
+            raise _Aborted(error)
         trailer = json.dumps(error.to_dict()).encode()
         context.set_trailing_metadata((("forebay-error-bin", trailer),))
         context.abort(_STATUS.get(type(error), grpc.StatusCode.FAILED_PRECONDITION), error.message)
@@ -108,6 +133,30 @@ class ScriptedNode(services.BlocksServicer, NodeAccess):
         return [pb.Endpoint(transport="tcp", address="127.0.0.1", port=self.peer.port, subsystem_nqn=NQN)]
 
     # --- the service ---
+
+    def Calls(self, messages: Iterator[pb.CallRequest], context: grpc.ServicerContext) -> Iterator[pb.CallReply]:
+        with self._lock:
+            self.opened += 1
+        if not self.streams:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
+        service = pb.DESCRIPTOR.services_by_name["Blocks"]
+        for message in messages:
+            if message.cancel:
+                with self._lock:
+                    self.calls.append(("cancel", message))
+                continue
+            request = getattr(pb, service.methods_by_name[message.method].input_type.name)
+            try:
+                reply = getattr(self, message.method)(request.FromString(message.request), _Message(context))
+            except _Aborted as aborted:
+                answer = pb.CallReply(id=message.id, error=json.dumps(aborted.error.to_dict()).encode())
+            else:
+                answer = pb.CallReply(id=message.id, reply=reply.SerializeToString())
+            try:
+                answer = self.on_reply(answer)
+            except ForebayError as error:
+                self._abort(context, error)
+            yield answer
 
     def OpenSession(self, request: pb.OpenSessionRequest, context: grpc.ServicerContext) -> pb.SessionReply:
         self._enter("OpenSession", request, context)

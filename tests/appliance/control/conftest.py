@@ -8,7 +8,13 @@ from tests.appliance.control.peer import Caller, Daemon
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def streams() -> bool:
+    """Whether `caller` makes its calls by the stream; a module that tries both ways has its own, with parameters."""
+    return False
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, streams: bool) -> Iterator[Daemon]:
     """One node for the tests of a module that do it no harm."""
     daemon = Daemon(tmp_path_factory.mktemp("node") / "data")
     try:
@@ -32,9 +38,9 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
 
 
 @pytest.fixture
-def caller(shared: Daemon) -> Iterator[Caller]:
+def caller(shared: Daemon, streams: bool) -> Iterator[Caller]:
     """An administrator with a session in the default namespace."""
-    one = shared.caller()
+    one = shared.caller(streams=streams)
     one.open()
     yield one
     one.close()

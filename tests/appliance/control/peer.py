@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -10,20 +11,27 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, cast
 
 import grpc
 
 from forebay.checksum import crc32c, tile_seed
-from forebay.errors import ForebayError, from_code
+from forebay.errors import BY_CODE, GRPC_STATUS, ForebayError, from_code
 from forebay.ids import BlockKey, stored_key
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import keys_to_proto, pack, rows16, unpack
 from forebay.schema import Schema
 
-__all__ = ["CAPACITY", "Caller", "Daemon", "eventually", "failure"]
+__all__ = ["CAPACITY", "STREAMED", "CallStream", "Caller", "Daemon", "eventually", "failure"]
 
 CAPACITY = 256 << 20
+STREAMED = {
+    m.name
+    for m in pb.DESCRIPTOR.services_by_name["Blocks"].methods
+    if "context" in m.input_type.fields_by_name and not m.server_streaming
+}
+"""Calls that can go by the stream."""
 _RUN = """
 import json, sys
 from forebay.appliance.config import load
@@ -137,8 +145,8 @@ class Daemon:
         if alive(pid):
             os.kill(pid, signal.SIGKILL)
 
-    def caller(self, token: str | None = "") -> Caller:
-        return Caller(self.address, self.token if token == "" else token)
+    def caller(self, token: str | None = "", *, streams: bool = False) -> Caller:
+        return Caller(self.address, self.token if token == "" else token, streams=streams)
 
 
 def failure(error: grpc.RpcError) -> tuple[str, ForebayError]:
@@ -152,22 +160,76 @@ def failure(error: grpc.RpcError) -> tuple[str, ForebayError]:
     return call.code().name, found
 
 
-class Caller:
-    """One connection and at most one session."""
+class Refused(grpc.RpcError):
+    """An error that came as a message of the stream; as much of gRPC's as `failure` looks at."""
 
-    def __init__(self, address: str, token: str | None) -> None:
+    def __init__(self, error: bytes) -> None:
+        self._error = error
+
+    def code(self) -> grpc.StatusCode:
+        cls = BY_CODE[json.loads(self._error)["code"]]
+        return grpc.StatusCode[next(GRPC_STATUS[one] for one in cls.__mro__ if one in GRPC_STATUS)]
+
+    def trailing_metadata(self) -> Any:
+        return (("forebay-error-bin", self._error),)
+
+
+class CallStream:
+    """The stream ``Calls`` of one connection, by hand."""
+
+    def __init__(self, channel: grpc.Channel, metadata: Any) -> None:
+        self._outbox: SimpleQueue[pb.CallRequest | None] = SimpleQueue()
+        calls: Any = channel.stream_stream(
+            "/forebay.v1.Blocks/Calls",
+            request_serializer=lambda m: m.SerializeToString(),
+            response_deserializer=pb.CallReply.FromString,
+        )
+        self.replies = calls(iter(self._outbox.get, None), metadata=metadata)
+
+    def send(self, message: pb.CallRequest) -> None:
+        self._outbox.put(message)
+
+    def end(self) -> None:
+        """No more is sent."""
+        self._outbox.put(None)
+
+
+class Caller:
+    """One connection and at most one session. With ``streams`` the calls that can go by the stream."""
+
+    def __init__(self, address: str, token: str | None, *, streams: bool = False) -> None:
         self.channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
         self._metadata = (("authorization", f"Bearer {token}"),) if token is not None else ()
         self.session: pb.SessionReply | None = None
+        self.streams = streams
+        self._stream: CallStream | None = None
+        self._ids = itertools.count(1)
 
     def close(self) -> None:
+        if self._stream is not None:
+            self._stream.end()
         self.channel.close()
 
     def raw(self, path: str, data: bytes) -> bytes:
         """Any bytes to any method."""
+        service, method = path.split("/")[-2:]
+        if self.streams and service == "forebay.v1.Blocks" and method in STREAMED:
+            return self._message(method, data)
         call: Any = self.channel.unary_unary(path)
         reply: bytes = call(data, metadata=self._metadata, timeout=30)
         return reply
+
+    def _message(self, method: str, data: bytes) -> bytes:
+        if self._stream is None:
+            self._stream = CallStream(self.channel, self._metadata)
+        ident = next(self._ids)
+        self._stream.send(pb.CallRequest(id=ident, method=method, request=data))
+        reply = next(self._stream.replies)
+        assert reply.id == ident
+        if reply.error:
+            raise Refused(reply.error)
+        answer: bytes = reply.reply
+        return answer
 
     def __call__(self, method: str, request: Any, service: str = "Blocks") -> Any:
         name = pb.DESCRIPTOR.services_by_name[service].methods_by_name[method].output_type.name

@@ -60,6 +60,11 @@ def attempts(caller: Caller) -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["unary", "stream"])
+def streams(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture
 def principal(shared: Daemon, caller: Caller) -> Iterator[Callable[..., Caller]]:
     """Makes a principal with grants and its connection."""
@@ -69,7 +74,7 @@ def principal(shared: Daemon, caller: Caller) -> Iterator[Callable[..., Caller]]
         token = caller.admin("CreatePrincipal", pb.CreatePrincipalRequest(name=name)).token
         for grant in grants:
             caller.admin("SetGrant", pb.SetGrantRequest(principal=name, grant=grant))
-        made.append((name, shared.caller(token)))
+        made.append((name, shared.caller(token, streams=caller.streams)))
         return made[-1][1]
 
     yield one

@@ -58,6 +58,11 @@ def refused(error: type[ForebayError], status: str, field: str, call: Callable[[
     return found
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["unary", "stream"])
+def streams(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture(autouse=True)
 def usable_after(caller: Caller) -> Iterator[None]:
     """Whatever a test sent, the same connection and session still work, and nothing is left pending."""
