@@ -76,8 +76,11 @@ def _block(number: int, place: int, sequence: int) -> Iterator[Op]:
 async def _make(store: Store, folder: Path, blocks: int) -> None:
     """Records, and a checkpoint of the index that a node with these blocks would have."""
     state, regions = DesiredState(store), -(-blocks // _PER_REGION)
-    await state.namespaces.put(Namespace(1, "scale", "scale", 0))
-    await state.volumes.put(Volume(_VOLUME, 1, "drive0", 1, "0" * 32, "0" * 32, regions))
+    await state.namespaces.put(Namespace(await state.new_id(), "scale", "scale", 0))
+    volume = Volume(VolumeId(await state.new_id()), 1, "drive0", 1, "0" * 32, "0" * 32, regions)
+    if volume.id != _VOLUME:
+        raise RuntimeError(f"volume {volume.id} of a store that was empty")
+    await state.volumes.put(volume)
     size = _BLOCK_BYTES.to_bytes(4, "big")
     await store.write(
         [Op("regions", _VOLUME.to_bytes(4, "big") + (i + 1).to_bytes(4, "big"), size) for i in range(regions)]

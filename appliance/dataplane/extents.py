@@ -3,14 +3,15 @@
 A volume's address space is cut into regions; a claimed region is a slab of equal slots. Blocks of a grid schema get
 slots of exactly their size, opaque values one of 16 classes a doubling (at most 6 % lost). A batch is given consecutive
 slots where a run exists, so that consecutive keys can be read by one command. The map is derived: `ExtentMap.adopt`
-marks what metadata says is in use. Two owners of one slot is a programming error and asserts with both sides named.
+marks what metadata says is in use, `Adoption` for millions of extents at once. Two owners of one slot is a programming
+error and asserts with both sides named.
 
 Nothing here waits or writes: claiming and releasing regions (durable record, zeroing) is the namespace engine's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from forebay.ids import LBA_BYTES, Extent, VolumeId
 
-__all__ = ["ExtentMap", "Region", "slot_class_bytes"]
+__all__ = ["Adoption", "ExtentMap", "Region", "slot_class_bytes"]
 
 _STEPS_LOG2 = 4  # classes a doubling: 16
 
@@ -91,13 +92,19 @@ class ExtentMap:
 
     def claim(self, number: int, slot_bytes: int) -> Region:
         """Turn a region into a slab of free slots."""
-        assert number not in self.claimed, f"volume {self.volume} region {number} is claimed already"
-        slots = self.region_bytes // slot_bytes
-        offset = number * self.region_bytes
-        region = Region(self.volume, number, offset, slot_bytes, slots, np.ones(slots, np.bool_), slots)
-        self.claimed[number] = region
-        self._open.setdefault(slot_bytes, {})[number] = region
-        return region
+        self.claim_many([number], [slot_bytes])
+        return self.claimed[number]
+
+    def claim_many(self, numbers: Sequence[int], slot_bytes: Sequence[int]) -> None:
+        """`claim` for many regions, each with its slot size."""
+        counts = [self.region_bytes // size for size in slot_bytes]
+        free, at = np.ones(sum(counts), np.bool_), 0
+        for number, size, slots in zip(numbers, slot_bytes, counts, strict=True):
+            assert number not in self.claimed, f"volume {self.volume} region {number} is claimed already"
+            mine = free[at : at + slots]
+            region = Region(self.volume, number, number * self.region_bytes, size, slots, mine, slots)
+            self.claimed[number] = self._open.setdefault(size, {})[number] = region
+            at += slots
 
     def close(self, number: int) -> None:
         """Give out nothing more of an empty region, which is about to be released."""
@@ -157,33 +164,17 @@ class ExtentMap:
         self.used_bytes += region.slot_bytes
         return True
 
-    def adopt_many(self, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint32]) -> bool:
-        """`adopt` for many extents of an otherwise empty map; False as soon as one cannot be owned."""
-        if not offsets.size:
-            return True
-        order = np.argsort(offsets, kind="stable")
-        offsets, lengths = offsets[order], lengths[order]
-        numbers, starts = np.unique(offsets // np.uint64(self.region_bytes), return_index=True)
-        for number, start, stop in zip(
-            numbers.tolist(), starts.tolist(), [*starts[1:].tolist(), len(offsets)], strict=True
-        ):
-            region = self.claimed.get(number)
-            if region is None or not (lengths[start:stop] == region.slot_bytes).all():
-                return False
-            slots, odd = np.divmod(offsets[start:stop] - np.uint64(region.offset_bytes), np.uint64(region.slot_bytes))
-            if (
-                odd.any()
-                or int(slots[-1]) >= region.slots
-                or not region.free[slots].all()
-                or (np.diff(slots) == 0).any()
-            ):
-                return False
-            region.free[slots] = False
-            region.free_slots -= stop - start
-            if not region.free_slots:
-                del self._open[region.slot_bytes][region.number]
-            self.used_bytes += region.slot_bytes * (stop - start)
-        return True
+    def settle(self, free: npt.NDArray[np.bool_], counts: Sequence[int]) -> None:
+        """Take over which slots are free, of all claimed regions one after another, and how many of each are."""
+        at = 0
+        self.used_bytes = 0
+        for region, count in zip(self.claimed.values(), counts, strict=True):
+            region.free = free[at : at + region.slots]
+            region.free_slots = count
+            at += region.slots
+            self.used_bytes += (region.slots - count) * region.slot_bytes
+            if not count:
+                self._open[region.slot_bytes].pop(region.number, None)
 
     def disown_all(self) -> None:
         """Mark every slot as free."""
@@ -202,6 +193,75 @@ class ExtentMap:
         slot, odd = divmod(extent.offset_bytes - region.offset_bytes, region.slot_bytes)
         assert not odd, f"{extent} is not a slot of {region}"
         return region, slot
+
+
+class Adoption:
+    """`ExtentMap.adopt` for as many extents as a node has, of several maps in which nothing has changed meanwhile.
+
+    What `take` refuses leaves the maps as they were, and the object of no use; `finish` changes them.
+    """
+
+    def __init__(self, maps: Sequence[ExtentMap], region_bytes: int) -> None:
+        self._maps = sorted(maps, key=lambda m: m.volume)
+        self._region_bytes = np.uint64(region_bytes)
+        self._volumes = np.array([m.volume for m in self._maps], np.uint32)
+        # regions are claimed from the lowest number on: tables up to the highest are hardly longer than what is there
+        self._limits = np.array([max(m.claimed, default=0) + 1 for m in self._maps], np.uint64)
+        self._bases = np.concatenate([np.zeros(1, np.uint64), self._limits.cumsum()[:-1]]) if maps else self._limits
+        regions = [region for m in self._maps for region in m.claimed.values()]
+        self._places = np.array([i for i, m in enumerate(self._maps) for _ in m.claimed], np.int64)
+        at = self._bases[self._places] + np.array([region.number for region in regions], np.uint64)
+        size = int(self._limits.sum())
+        self._slot_bytes = np.zeros(size, np.uint64)
+        self._slot_bytes[at] = [region.slot_bytes for region in regions]
+        slots = np.array([region.slots for region in regions], np.int64)
+        self._slots = np.zeros(size, np.uint64)
+        self._slots[at] = slots
+        self._starts = slots.cumsum() - slots
+        self._firsts = np.zeros(size, np.uint64)
+        self._firsts[at] = self._starts
+        self._free = np.concatenate([region.free for region in regions]) if regions else np.empty(0, np.bool_)
+
+    def maps_of(self, volumes: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64] | None:
+        """Which map, in the order of their volumes, each extent is of; None if one is of none."""
+        found = np.minimum(np.searchsorted(self._volumes, volumes), max(0, len(self._volumes) - 1))
+        known = self._volumes.size and (self._volumes.take(found) == volumes).all()
+        return found if known or not volumes.size else None
+
+    def take(
+        self, maps: npt.NDArray[np.int64], offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint32]
+    ) -> bool:
+        """Give slots to extents, of ``maps`` as `maps_of` says; False if one has none, or if that has an owner."""
+        if not offsets.size:
+            return True
+        numbers = offsets // self._region_bytes
+        if (numbers >= self._limits.take(maps)).any():
+            return False
+        regions = (self._bases.take(maps) + numbers).astype(np.int64)
+        sizes = self._slot_bytes.take(regions)
+        if (sizes != lengths).any() or not sizes.all():
+            return False
+        slots, odd = np.divmod(offsets - numbers * self._region_bytes, sizes)
+        if odd.any() or (slots >= self._slots.take(regions)).any():
+            return False
+        wanted = (self._firsts.take(regions) + slots).astype(np.int64)
+        if not self._free.take(wanted).all():
+            return False
+        left = np.count_nonzero(self._free) - len(wanted)
+        self._free[wanted] = False
+        return bool(np.count_nonzero(self._free) == left)  # else two of these have one slot
+
+    def finish(self) -> None:
+        """Let the maps know."""
+        if not self._free.size:
+            return
+        counts = np.add.reduceat(self._free.view(np.uint8), self._starts, dtype=np.int64)
+        at, slot = 0, 0
+        for extents in self._maps:
+            stop = at + len(extents.claimed)
+            end = slot + sum(region.slots for region in extents.claimed.values())
+            extents.settle(self._free[slot:end], counts[at:stop].tolist())
+            at, slot = stop, end
 
 
 def _free_slots(region: Region) -> int:

@@ -16,11 +16,13 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
 import cbor2
 import numpy as np
+import numpy.typing as npt
 
 from forebay.appliance.directories import sync_directory
 from forebay.appliance.namespace.blocks import Engine
@@ -96,9 +98,13 @@ def _read_part(file: IO[bytes], most_bytes: int) -> bytes:
     if length > most_bytes:
         raise MetadataCorrupt(f"a part of {length} bytes", field="checkpoint", limit=most_bytes)
     data = _exactly(file, length)
+    _check(file, data)
+    return data
+
+
+def _check(file: IO[bytes], data: bytes | memoryview) -> None:
     if _CRC.unpack(_exactly(file, _CRC.size))[0] != crc32c(data):
         raise MetadataCorrupt("a part's CRC is wrong", field="checkpoint")
-    return data
 
 
 def _exactly(file: IO[bytes], length: int) -> bytes:
@@ -137,7 +143,7 @@ def load_checkpoint(engine: Engine, path: Path, node_id: bytes) -> int | None:
         raise MetadataCorrupt(f"{path}: {error!r}", field="checkpoint") from error
 
 
-def _fill(index: BlockIndex, file: IO[bytes], high: int) -> None:
+def _fill(index: BlockIndex, file: BufferedReader, high: int) -> None:
     for rows in _ranges(high):
         for name in COLUMNS:
             _put(getattr(index, name)[rows], file)
@@ -152,14 +158,18 @@ def _fill(index: BlockIndex, file: IO[bytes], high: int) -> None:
         pool.used = count
     index.high = high
     live = findable(index.state[:high])
-    for tiles in np.unique(index.tiles[:high][live]).tolist():
+    for tiles in np.flatnonzero(np.bincount(index.tiles[:high][live])).tolist():
         mine = live & (index.tiles[:high] == tiles)
         if tiles not in index.pools or int(index.sums[:high][mine].max()) >= index.pools[tiles].used:
             raise MetadataCorrupt("a row's checksums are not in the file", field="checkpoint")
 
 
-def _put(cells: Any, file: IO[bytes]) -> None:
-    data = _read_part(file, cells.nbytes)
-    if len(data) != cells.nbytes:
-        raise MetadataCorrupt(f"a part of {len(data)} bytes", field="checkpoint", limit=cells.nbytes)
-    cells[:] = np.frombuffer(data, cells.dtype).reshape(cells.shape)
+def _put(cells: npt.NDArray[Any], file: BufferedReader) -> None:
+    """A part straight into the cells that it holds."""
+    length = _LENGTH.unpack(_exactly(file, _LENGTH.size))[0]
+    if length != cells.nbytes:
+        raise MetadataCorrupt(f"a part of {length} bytes", field="checkpoint", limit=cells.nbytes)
+    view = cells.data.cast("B")
+    if file.readinto(view) != length:
+        raise MetadataCorrupt("the file ends early", field="checkpoint")
+    _check(file, view)

@@ -26,14 +26,14 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from forebay.appliance.dataplane.extents import ExtentMap, Region
+from forebay.appliance.dataplane.extents import Adoption, ExtentMap, Region
 from forebay.appliance.dataplane.interface import Target, VolumeSpec
 from forebay.appliance.namespace.desired_state import Volume
 from forebay.appliance.namespace.quarantine import SHARE, Quarantine, Quarantined
 from forebay.appliance.namespace.store import Op, Store
 from forebay.crashpoints import crash_point
 from forebay.errors import ForebayError, MetadataCorrupt, NoSpace, TargetFailed
-from forebay.ids import Extent, VolumeId
+from forebay.ids import LBA_BYTES, Extent, VolumeId
 from forebay.index import BlockIndex, Rows
 
 __all__ = ["Drive", "DriveState", "Space"]
@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 _REGION_KEY = struct.Struct(">II")
 _REGION_VALUE = struct.Struct(">I")
+_ADOPT_ROWS = 1 << 20
+"""Rows looked at together: their columns should not take as much memory as the index."""
 
 
 class DriveState(StrEnum):
@@ -114,13 +116,23 @@ class Space:
         if spec is not None:
             self.specs[volume.id] = spec
         extents = self.maps[volume.id] = ExtentMap(volume.id, self.region_bytes, volume.regions)
-        for key, value in self._store.scan("regions", prefix=volume.id.to_bytes(4, "big")):
-            number, slot_bytes = _REGION_KEY.unpack(key)[1], _REGION_VALUE.unpack(value)[0]
-            if not 1 <= number <= volume.regions or not 0 < slot_bytes <= self.region_bytes:
-                raise MetadataCorrupt(f"region {number} of volume {volume.id} is out of range", field="regions")
-            extents.claim(number, slot_bytes)
-            self.drives[volume.drive].claimed_regions += 1
+        numbers, sizes = self._claimed(volume)
+        extents.claim_many(numbers, sizes)
+        self.drives[volume.drive].claimed_regions += len(numbers)
         self._adopt_quarantined(extents)
+
+    def _claimed(self, volume: Volume) -> tuple[list[int], list[int]]:
+        """Numbers and slot sizes of the regions that metadata says a volume claimed; looked at together, being many."""
+        claimed = list(self._store.scan("regions", prefix=volume.id.to_bytes(4, "big")))
+        if {(len(key), len(value)) for key, value in claimed} - {(_REGION_KEY.size, _REGION_VALUE.size)}:
+            raise MetadataCorrupt(f"a region of volume {volume.id} does not decode", field="regions")
+        numbers = np.frombuffer(b"".join([key for key, _ in claimed]), ">u4")[1::2]
+        sizes = np.frombuffer(b"".join([value for _, value in claimed]), ">u4")
+        wrong = (numbers < 1) | (numbers > volume.regions)
+        wrong |= (sizes < 1) | (sizes > self.region_bytes) | (sizes % LBA_BYTES != 0)
+        if wrong.any():
+            raise MetadataCorrupt(f"region {numbers[wrong][0]} of volume {volume.id} is out of range", field="regions")
+        return numbers.tolist(), sizes.tolist()
 
     def _adopt_quarantined(self, extents: ExtentMap) -> None:
         for entry in self.quarantine.of(extents.volume):
@@ -260,18 +272,26 @@ class Space:
 
     def adopt_all(self, index: BlockIndex, rows: Rows) -> bool:
         """Mark the extents of all these rows as owned, at once; False if any cannot be."""
-        for volume in np.unique(index.volume[rows]).tolist():
-            mine = rows[index.volume[rows] == volume]
-            extents = self.maps.get(VolumeId(volume))
-            if extents is None or not (index.namespace[mine] == self.volumes[VolumeId(volume)].namespace).all():
+        adoption = Adoption(list(self.maps.values()), self.region_bytes)
+        owners = np.array([self.volumes[v].namespace for v in sorted(self.maps)], np.uint32)
+        scoped: Counter[tuple[int, int]] = Counter()
+        for start in range(0, len(rows), _ADOPT_ROWS):
+            part = rows[start : start + _ADOPT_ROWS]
+            maps, lengths = adoption.maps_of(index.volume.take(part)), index.length.take(part)
+            if (
+                maps is None
+                or (owners.take(maps) != index.namespace.take(part)).any()
+                or not adoption.take(maps, index.offset.take(part), lengths)
+            ):
                 return False
-            if not extents.adopt_many(index.offset[mine], index.length[mine]):
-                return False
-        owners = index.namespace[rows].astype(np.uint64) << np.uint64(32) | index.scope[rows]
-        pairs, which = np.unique(owners, return_inverse=True)
-        sizes = np.bincount(which, weights=index.length[rows], minlength=len(pairs))
-        for pair, size in zip(pairs.tolist(), sizes.tolist(), strict=True):
-            self._scoped[pair >> 32, pair & 0xFFFFFFFF] += int(size)
+            scope_of = index.scope.take(part)
+            scopes = np.unique(scope_of)
+            sums = np.bincount(maps * len(scopes) + np.searchsorted(scopes, scope_of), weights=lengths)
+            for at in np.flatnonzero(sums).tolist():
+                where, scope = divmod(at, len(scopes))
+                scoped[int(owners[where]), int(scopes[scope])] += int(sums[at])
+        adoption.finish()
+        self._scoped.update(scoped)
         return True
 
     # ------------------------------------------------------------------------------------------------ regions

@@ -334,14 +334,16 @@ class BlockIndex:
 
     def _place(self, rows: npt.NDArray[np.uint32], low: npt.NDArray[np.uint64]) -> int:
         """Put rows into free slots of their probe sequences, all at once; how many empty slots that filled."""
-        table, mask = self._slots, np.uint64(len(self._slots) - 1)
-        slots, filled = low & mask, 0
+        table, mask = self._slots, len(self._slots) - 1
+        slots, filled = (low & np.uint64(mask)).astype(np.int64), 0
         while rows.size:
-            seen = table[slots]
-            first = np.zeros(len(rows), bool)
-            first[np.unique(slots, return_index=True)[1]] = True  # one row a slot, the others probe on
-            take = first & (seen >= _TOMB)
-            filled += int(np.count_nonzero(seen[take] == _EMPTY))
-            table[slots[take]] = rows[take]
-            rows, slots = rows[~take], (slots[~take] + np.uint64(1)) & mask
+            seen = table.take(slots)
+            free = np.flatnonzero(seen >= _TOMB)
+            wanted, those = slots.take(free), rows.take(free)
+            table[wanted] = those  # of several that want one slot, one is there after
+            there = table.take(wanted) == those
+            filled += int(np.count_nonzero(seen.take(free)[there] == _EMPTY))
+            left = np.ones(len(rows), bool)
+            left[free[there]] = False
+            rows, slots = rows[left], (slots[left] + 1) & mask
         return filled

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from forebay.appliance.dataplane.extents import ExtentMap, slot_class_bytes
+from forebay.appliance.dataplane.extents import Adoption, ExtentMap, slot_class_bytes
 from forebay.ids import LBA_BYTES, Extent, VolumeId
 
 REGION = 64 * LBA_BYTES
@@ -79,17 +81,83 @@ def test_extents_that_no_slot_can_be_are_not_adopted(extent: Extent) -> None:
     extents.claim(1, 2 * LBA_BYTES)
     good = Extent(V, REGION + 4 * LBA_BYTES, 2 * LBA_BYTES)
     assert not extents.adopt(extent)
-    offsets = np.array([extent.offset_bytes], dtype=np.uint64)
-    assert not extents.adopt_many(offsets, np.array([extent.length_bytes], dtype=np.uint32))
+    assert not adopted([extents], [extent])
     assert extents.used_bytes == 0
     assert extents.adopt(good) and not extents.adopt(good)
-    assert not extents.adopt_many(np.array([good.offset_bytes], np.uint64), np.array([good.length_bytes], np.uint32))
+    assert not adopted([extents], [good])
 
 
-def test_one_extent_twice_is_not_adopted_at_once() -> None:
+def adopted(maps: list[ExtentMap], extents: Iterable[Extent], parts: int = 1) -> bool:
+    """Adopt all at once, in so many parts, as a start does; whether they could be."""
+    wanted = list(extents)
+    adoption = Adoption(maps, REGION)
+    for at in range(parts):
+        part = wanted[at::parts]
+        found = adoption.maps_of(np.array([x.volume for x in part], np.uint32))
+        offsets = np.array([x.offset_bytes for x in part], np.uint64)
+        if found is None or not adoption.take(found, offsets, np.array([x.length_bytes for x in part], np.uint32)):
+            return False
+    adoption.finish()
+    return True
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_one_extent_twice_is_not_adopted_at_once(parts: int) -> None:
     extents = ExtentMap(V, REGION, 4)
     extents.claim(1, LBA_BYTES)
-    assert not extents.adopt_many(np.array([REGION, REGION], np.uint64), np.array([LBA_BYTES] * 2, np.uint32))
+    assert not adopted([extents], [Extent(V, REGION, LBA_BYTES)] * 2, parts)
+    assert extents.used_bytes == 0 and extents.free_slots(LBA_BYTES) == REGION // LBA_BYTES
+
+
+def test_nothing_is_adopted_where_nothing_is() -> None:
+    assert adopted([], []) and adopted([ExtentMap(V, REGION, 4)], [])
+    assert not adopted([], [Extent(V, REGION, LBA_BYTES)])
+    assert not adopted([ExtentMap(V, REGION, 4)], [Extent(V, REGION, LBA_BYTES)])
+
+
+PLACES = st.builds(
+    Extent,
+    st.sampled_from([VolumeId(1), VolumeId(4), VolumeId(9), VolumeId(5)]),
+    st.integers(0, 5 * REGION // LBA_BYTES).map(lambda lba: lba * LBA_BYTES) | st.sampled_from([1, 2**64 - 4096]),
+    st.sampled_from([LBA_BYTES, 3 * LBA_BYTES, 16 * LBA_BYTES, 0, 1]),
+)
+
+
+@given(
+    st.dictionaries(
+        st.tuples(st.sampled_from([1, 4, 9]), st.integers(1, 4)),
+        st.sampled_from([LBA_BYTES, 3 * LBA_BYTES, 16 * LBA_BYTES]),
+        max_size=12,
+    ),
+    st.data(),
+)
+def test_what_is_adopted_at_once_is_what_is_adopted_one_by_one(
+    claims: dict[tuple[int, int], int], data: st.DataObject
+) -> None:
+    def fresh() -> list[ExtentMap]:
+        maps = {volume: ExtentMap(VolumeId(volume), REGION, 4) for volume in (9, 1, 4)}
+        for (volume, number), slot_bytes in claims.items():
+            maps[volume].claim(number, slot_bytes)
+        return list(maps.values())
+
+    slots = [region.extent(s) for m in fresh() for region in m.claimed.values() for s in range(region.slots)]
+    there = data.draw(st.lists(st.sampled_from(slots), max_size=30, unique=True)) if slots else []
+    odd = data.draw(st.lists(PLACES, max_size=1))
+    kept = data.draw(st.lists(st.sampled_from(slots), max_size=2, unique=True)) if slots else []
+    one, other = fresh(), fresh()
+    for maps in (one, other):
+        for extent in kept:  # as those in quarantine
+            assert {m.volume: m for m in maps}[extent.volume].adopt(extent)
+    by_volume = {m.volume: m for m in one}
+    wanted = data.draw(st.permutations(there + odd))
+    fits = all(x.volume in by_volume and by_volume[x.volume].adopt(x) for x in wanted)
+    assert adopted(other, wanted, data.draw(st.integers(1, 3))) == fits
+    if fits:
+        for left, right in zip(one, other, strict=True):
+            assert left.used_bytes == right.used_bytes and left.slot_sizes() == right.slot_sizes()
+            for number, region in left.claimed.items():
+                assert (region.free == right.claimed[number].free).all()
+                assert region.free_slots == right.claimed[number].free_slots
 
 
 def test_a_slot_size_that_does_not_divide_a_region_leaves_a_rest_that_nobody_gets() -> None:
@@ -158,8 +226,7 @@ class ExtentMachine(RuleBasedStateMachine):
         for number, size in self.claimed.items():
             self.extents.claim(number, size)
         if at_once:
-            offsets = np.array([x.offset_bytes for x in self.owned], dtype=np.uint64)
-            assert self.extents.adopt_many(offsets, np.array([x.length_bytes for x in self.owned], dtype=np.uint32))
+            assert adopted([self.extents], self.owned)
         else:
             assert all(self.extents.adopt(x) for x in self.owned)
 
