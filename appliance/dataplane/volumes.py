@@ -33,6 +33,7 @@ from forebay.appliance.dataplane.labels import (
     volume_size_bytes,
 )
 from forebay.appliance.directories import make_directory, sync_directory
+from forebay.crashpoints import crash_point
 from forebay.errors import (
     AlreadyExists,
     CapacityShort,
@@ -59,11 +60,13 @@ __all__ = [
 ]
 
 DRIVE_FILE = "forebay.drive"
+_UNFINISHED = ".new"
+"""What a file's name ends with until it is whole."""
 
 
 def _write_new(path: Path, data: bytes, size_bytes: int | None = None) -> None:
     """A file that is there whole, under its name and stable, or not at all."""
-    unfinished = path.with_name(path.name + ".new")
+    unfinished = path.with_name(path.name + _UNFINISHED)
     handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
         if size_bytes is not None:
@@ -75,6 +78,7 @@ def _write_new(path: Path, data: bytes, size_bytes: int | None = None) -> None:
         raise
     finally:
         os.close(handle)
+    crash_point("file.before_rename")
     os.rename(unfinished, path)
     sync_directory(path.parent)
 
@@ -191,7 +195,9 @@ class FileVolumes(LabelledVolumes):
 
     def present(self) -> list[VolumeId]:
         """Ids of the files that are there: what metadata does not name is left from a creation that was cut short."""
-        return sorted(VolumeId(int(file.stem)) for file in self._directory.glob("*.vol") if file.stem.isdecimal())
+        files = [*self._directory.glob("*.vol"), *self._directory.glob(f"*.vol{_UNFINISHED}")]
+        names = {file.name.partition(".")[0] for file in files}
+        return sorted(VolumeId(int(name)) for name in names if name.isdecimal())
 
     def create(self, label: VolumeLabel) -> Path:
         """Make the file of a new volume, sparse, with its label stable.
@@ -233,7 +239,9 @@ class FileVolumes(LabelledVolumes):
     def remove(self, volume: VolumeId) -> None:
         """Delete a volume's file, stable when this returns; one that is gone is no error."""
         with translated(f"volume {self.path(volume)}"):
-            self.path(volume).unlink(missing_ok=True)
+            path = self.path(volume)
+            path.unlink(missing_ok=True)
+            path.with_name(path.name + _UNFINISHED).unlink(missing_ok=True)
             sync_directory(self._directory)
 
 

@@ -27,6 +27,7 @@ POINTS = (
     "region.after_prepare",
     "region.before_release",
     "region.after_release_before_record",
+    "file.before_rename",
     "volume.after_file_before_record",
     "volume.after_regions_before_file_removed",
     "volume.after_file_removed_before_record",

@@ -120,6 +120,13 @@ class TestVolumes:
         assert not path.exists() and list((drive / "volumes").iterdir()) == []
         assert refused(files, label()).field == "path"
 
+    def test_a_creation_that_was_cut_short_is_found_and_leaves_nothing(self, files: FileVolumes, drive: Path) -> None:
+        path = files.create(label())
+        path.rename(path.with_name(path.name + ".new"))
+        assert files.present() == [1]
+        files.remove(VolumeId(1))
+        assert files.present() == [] == list((drive / "volumes").iterdir())
+
     @pytest.mark.parametrize(
         ("change", "field"),
         [
