@@ -61,7 +61,7 @@ test: lint redis compiler torch ## lint, types and tests; says what was not run 
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-long: export FOREBAY_TEST_PROFILE := long
-test-long: lint redis compiler torch ## the same with the large profiles
+test-long: lint redis compiler torch vllm ## the same with the large profiles
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(DEV) ## style, formatting and types
@@ -92,6 +92,11 @@ compiler:
 torch: $(DEV)
 	@FOREBAY_CACHE='$(CACHE)' $(BIN)/python -m tests.envs torch
 
+# What the tests of the connector run in. Without it they are skipped, and say so.
+.PHONY: vllm
+vllm: $(DEV) ## install vLLM for CPUs (2.4 GB, some minutes), with which `make test` tests the connector too
+	@FOREBAY_CACHE='$(CACHE)' $(BIN)/python -m tests.envs vllm
+
 # Other stores that perf compares with. Without them those comparisons are skipped, and say so.
 .PHONY: peers
 peers: $(DEV) redis
@@ -113,16 +118,23 @@ proto: $(DEV) ## generate the gRPC code again
 	  --python_out=src --grpc_python_out=src --mypy_out=src --mypy_grpc_out=src $(wildcard src/forebay/proto/*.proto)
 
 COMPILE := CUSTOM_COMPILE_COMMAND='make lock' $(BIN)/pip-compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras \
-  --build-deps-for=editable --no-emit-index-url --no-emit-trusted-host --no-emit-find-links
+  --no-emit-index-url --no-emit-trusted-host --no-emit-find-links
+# What builds the package itself, where it is installed.
+BUILD := --build-deps-for=editable
+
+# What vLLM asks for and the tests do not need: 400 MB of it, and builds that do not go with torch's build without CUDA.
+NOT_OF_VLLM := torchaudio torchcodec torchvision triton
 
 # Torch's build without CUDA is not on PyPI: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu where it is not at hand.
 # With the oldest Python, so that every version chosen serves the newer ones too. The development lock comes first:
 # the code generator limits protobuf.
 lock: $(DEV) ## choose the newest versions again
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo 'make lock needs Python 3.11' >&2; exit 1; }
-	@$(COMPILE) --extra dev -o requirements-dev.lock pyproject.toml
-	@$(COMPILE) -c requirements-dev.lock -o requirements.lock pyproject.toml
+	@$(COMPILE) $(BUILD) --extra dev -o requirements-dev.lock pyproject.toml
+	@$(COMPILE) $(BUILD) -c requirements-dev.lock -o requirements.lock pyproject.toml
 	@$(COMPILE) --no-emit-options -c requirements.lock -o requirements-torch.lock pyproject.toml tests/e2e/requirements.in
+	@$(COMPILE) --no-emit-options --no-allow-unsafe $(addprefix --unsafe-package ,$(NOT_OF_VLLM)) -o requirements-vllm.lock \
+	  pyproject.toml tests/connectors/requirements.in
 	@$(COMPILE) --no-emit-options -o requirements-mooncake.lock perf/requirements-mooncake.in
 
 clean: ## remove what can be made again

@@ -34,6 +34,7 @@ class Environment:
     index: str | None
     needs_bytes: int
     limit_s: float
+    made_by: str
 
     @property
     def directory(self) -> Path:
@@ -54,9 +55,7 @@ class Environment:
         if (self.directory / "ready").exists():
             return None
         why = self.directory / "failed"
-        return f"no environment with {self.name}: " + (
-            why.read_text() if why.exists() else "make test and make bench make it"
-        )
+        return f"no environment with {self.name}: " + (why.read_text() if why.exists() else self.made_by + " makes it")
 
     def variables(self) -> dict[str, str]:
         """What processes in it need of the tree."""
@@ -98,6 +97,7 @@ class Environment:
             "pip",
             "install",
             "--quiet",
+            "--no-deps",  # locks are whole, or leave out on purpose what the tests do not need
             "--require-hashes",
             "--only-binary",
             ":all:",
@@ -139,9 +139,17 @@ ENVIRONMENTS = {
     env.name: env
     for env in (
         # The build without CUDA, which only PyTorch's own index has.
-        Environment("torch", "requirements-torch.lock", "https://download.pytorch.org/whl/cpu", 2048 * MIB, 300),
+        Environment(
+            "torch", "requirements-torch.lock", "https://download.pytorch.org/whl/cpu", 2048 * MIB, 300, "make test"
+        ),
+        # An engine, with the same build of torch.
+        Environment(
+            "vllm", "requirements-vllm.lock", "https://download.pytorch.org/whl/cpu", 4096 * MIB, 900, "make vllm"
+        ),
         # A store that perf compares with.
-        Environment("mooncake", "requirements-mooncake.lock", None, 512 * MIB, 300),
+        Environment("mooncake", "requirements-mooncake.lock", None, 512 * MIB, 300, "make bench"),
+        # Coverage-guided fuzzing.
+        Environment("fuzz", "requirements-fuzz.lock", None, 512 * MIB, 300, "make bench"),
     )
 }
 

@@ -1,0 +1,48 @@
+"""KV cache tensors of a worker as blocks of the schema: which bytes of which layers make up its tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from forebay.schema import Group
+
+__all__ = ["BlockTensors"]
+
+
+class BlockTensors:
+    """The caches of a worker's layers, one tensor a layer, each ``[blocks, heads, tokens, content]``.
+
+    A value is the tiles that this worker holds, back to back, in the order of their numbers: of each of its head
+    groups all layers, and inside a layer ``[head][token][content]``. Any strides will do, as long as the content of a
+    token is contiguous. Copies go through host memory and are complete when a call returns.
+    """
+
+    def __init__(self, caches: Sequence[Any], group: Group, heads: int) -> None:
+        """``caches`` are in the order of the group's layers; ``heads`` are here of its KV heads, whole head groups."""
+        self._caches = [cache.view(torch.uint8) for cache in caches]
+        self._head_groups = heads * group.head_groups // group.kv_heads
+        layer_bytes = heads // self._head_groups * group.block_tokens * group.bytes_per_head
+        self._spans = [slice(i * layer_bytes, (i + 1) * layer_bytes) for i in range(len(self._caches))]
+        self.value_bytes = self._head_groups * layer_bytes * len(self._caches)
+        """Of one block here."""
+
+    def gather(self, blocks: Sequence[int], values: Any) -> None:
+        """Copy the engine's ``blocks`` into ``values``, a host tensor of bytes, ``[len(blocks), value_bytes]``."""
+        for cache, rows, part in self._each(blocks, values):
+            part.copy_(cache[rows].reshape(part.shape))
+
+    def scatter(self, blocks: Sequence[int], values: Any) -> None:
+        """The other way round."""
+        with torch.inference_mode():  # the engine's caches are tensors of that mode, and threads start outside of it
+            for cache, rows, part in self._each(blocks, values):
+                cache[rows] = part.reshape(len(blocks), *cache.shape[1:]).to(cache.device)
+
+    def _each(self, blocks: Sequence[int], values: Any) -> Iterator[tuple[Any, Any, Any]]:
+        """Each layer: its cache, which of its rows, and its part of ``values``, ``[blocks, head groups, bytes]``."""
+        rows = torch.tensor(list(blocks), dtype=torch.int64, device=self._caches[0].device)
+        by_head_group = values.view(len(blocks), self._head_groups, -1)
+        for cache, span in zip(self._caches, self._spans, strict=True):
+            yield cache, rows, by_head_group[:, :, span]

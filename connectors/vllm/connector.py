@@ -1,0 +1,257 @@
+"""vLLM's `KVConnectorBase_V1` for Forebay: a thin face of two halves, that never raises into a running engine."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from vllm import __version__ as vllm_version
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from forebay.client import ClientOptions
+from forebay.clock import SystemClock
+from forebay.connectors.vllm.counters import ConnectorStats, Counters, PrometheusMetrics
+from forebay.connectors.vllm.identity import check_supported, schema_of
+from forebay.connectors.vllm.messages import StepWork, WorkerFacts, WorkerReport
+from forebay.connectors.vllm.scheduler import SchedulerHalf
+from forebay.connectors.vllm.settings import Settings
+from forebay.connectors.vllm.worker import WorkerHalf
+from forebay.errors import ConfigInvalid
+
+__all__ = ["TESTED_VERSIONS", "ForebayConnector"]
+
+_log = logging.getLogger("vllm.forebay")
+
+TESTED_VERSIONS = ("0.32",)
+"""Minor versions of vLLM that this release was tested with. The interface changes between them."""
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _shielded(default: Callable[[], Any]) -> Callable[[_F], _F]:
+    """A method that fails answers ``default()`` instead, and says so: the engine must live on without storage."""
+
+    def decorate(method: _F) -> _F:
+        @functools.wraps(method)
+        def call(self: ForebayConnector, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:
+                _log.exception("%s failed; the engine goes on without what it would have done", method.__name__)
+                return default()
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _check_version(settings: Settings) -> None:
+    if ".".join(vllm_version.split(".")[:2]) in TESTED_VERSIONS:
+        return
+    message = (
+        f"vLLM {vllm_version} is not one of those that this release was tested with ({', '.join(TESTED_VERSIONS)})"
+    )
+    if not settings.untested_engine:
+        raise ConfigInvalid(
+            f"{message}: install one of them, or set untested_engine in kv_connector_extra_config",
+            field="untested_engine",
+        )
+    _log.warning("%s", message)
+
+
+class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Loads and stores KV blocks at a Forebay node; see docs/engines/vllm.md.
+
+    vLLM makes one for its scheduler and one for each worker. Raises `ConfigInvalid` at start for what it does not
+    support; after that whatever happens is a miss.
+    """
+
+    _cache_hit_source = CacheHitSource.DISK
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = Settings.from_config(self._kv_transfer_config.kv_connector_extra_config or {})
+        _check_version(self._settings)
+        check_supported(vllm_config, kv_cache_config)
+        self._counters = Counters()
+        self._options = ClientOptions(client=f"vllm {vllm_version} {self._kv_transfer_config.engine_id}")
+        self._failed_blocks: set[int] = set()
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        if role is KVConnectorRole.SCHEDULER:
+            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+                _log.warning(
+                    "kv_load_failure_policy is %r: a block that cannot be loaded ends its request in an error; set it "
+                    "to 'recompute'",
+                    self._kv_transfer_config.kv_load_failure_policy,
+                )
+            tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+            self._scheduler = SchedulerHalf(self._settings, tokens, ranks, self._counters, SystemClock())
+        else:
+            rank = get_tensor_model_parallel_rank()
+            self._worker = WorkerHalf(self._settings, (rank, ranks), self._counters, self._options, SystemClock())
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a miss later, and nothing worse."""
+        return False
+
+    # --- at start ---------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        assert self._worker is not None
+        (group,) = self._kv_cache_config.kv_cache_groups
+        names = sorted(group.layer_names, key=extract_layer_index)
+        first = kv_caches[names[0]]
+        spec, blocks = group.kv_cache_spec, self._kv_cache_config.num_blocks
+        shape = (blocks, spec.num_kv_heads, spec.block_size)
+        for name in names:
+            cache = kv_caches[name]
+            if cache.ndim != 4 or tuple(cache.shape[:3]) != shape or cache.stride(3) != 1:
+                raise ConfigInvalid(
+                    f"the KV cache of {name} is {tuple(cache.shape)} with strides {cache.stride()}, and this connector "
+                    f"knows {(*shape, 'content')} with the content of a token contiguous",
+                    field="kv_cache_layout",
+                )
+        layer = self._vllm_config.compilation_config.static_forward_context[names[0]]
+        backend = layer.get_attn_backend().get_name()
+        isa = getattr(layer, "isa", "")  # CPU attention orders the keys of a block as its instructions like them
+        self._worker.register(
+            [kv_caches[name] for name in names],
+            WorkerFacts(
+                layers=tuple(extract_layer_index(name) for name in names),
+                heads=spec.num_kv_heads,
+                block_tokens=spec.block_size,
+                bytes_per_head=first.shape[3] * first.element_size(),
+                dtype=str(first.dtype).removeprefix("torch."),
+                format="vllm/" + ":".join(part for part in (backend.lower(), isa) if part),
+            ),
+        )
+
+    def get_handshake_metadata(self) -> WorkerFacts | None:
+        return None if self._worker is None else self._worker.facts
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        assert self._scheduler is not None
+        facts = set(metadata.values())
+        if len(facts) != 1:
+            raise ConfigInvalid(f"the ranks hold different things: {facts}", field="tensor_parallel_size")
+        if self._settings.mode == "off":
+            return
+        schema, notes = schema_of(self._vllm_config, facts.pop(), self._settings)
+        for note in notes:
+            _log.warning("%s", note)
+        _log.info("forebay keyspace %s", schema.keyspace.hex())
+        self._scheduler.start(schema, self._options)
+
+    # --- the scheduler's side ---------------------------------------------------------------------------------------
+
+    @_shielded(lambda: None)
+    def on_new_request(self, request: Any) -> None:
+        assert self._scheduler is not None
+        self._scheduler.arrived(request)
+
+    @_shielded(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        # Not shielded: a request whose load is never begun would wait for ever.
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepWork:
+        assert self._scheduler is not None
+        return self._scheduler.step(scheduler_output)
+
+    @_shielded(lambda: None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self._scheduler is not None
+        report = connector_output.kv_connector_worker_meta
+        assert report is None or isinstance(report, WorkerReport)
+        received = set(connector_output.finished_recving or ())
+        self._scheduler.heard(report, received, connector_output.invalid_block_ids)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @_shielded(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        self._scheduler.ended(request)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        """Nothing is kept here, and what is stored belongs to all replicas: weights that change have a generation."""
+        return True
+
+    # --- the worker's side ------------------------------------------------------------------------------------------
+
+    @property
+    def _work(self) -> StepWork:
+        work = self._get_connector_metadata()
+        assert isinstance(work, StepWork)
+        return work
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self._worker is not None
+        self._worker.begin(self._work)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end before their request is computed."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Saves are taken at the end of the step."""
+
+    @_shielded(lambda: None)
+    def wait_for_save(self) -> None:
+        assert self._worker is not None
+        self._worker.end(self._work)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        assert self._worker is not None
+        received, self._failed_blocks = self._worker.received(finished_req_ids, idle=self._work.idle)
+        return None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    @_shielded(lambda: None)
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        assert self._worker is not None
+        return self._worker.report()
+
+    # --- both -------------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        return self._counters.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PrometheusMetrics:
+        return PrometheusMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @_shielded(lambda: None)
+    def shutdown(self) -> None:
+        for half in (self._worker, self._scheduler):
+            if half is not None:
+                half.close()

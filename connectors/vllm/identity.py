@@ -1,0 +1,132 @@
+"""Who may share blocks with this engine: vLLM's configuration, and what its workers hold, as a schema."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
+
+from forebay.connectors.keys import STABLE_HASH, check_hash, model_digest, revision_digest, tiled, weights_digest
+from forebay.connectors.vllm.messages import WorkerFacts
+from forebay.connectors.vllm.settings import Settings
+from forebay.errors import ConfigInvalid
+from forebay.ranks import held_tiles
+from forebay.schema import Group, HashAlgorithm, Schema
+
+__all__ = ["check_supported", "schema_of"]
+
+_PROBE_TOKENS = tuple(range(16))
+_HASH_SETTING = "--prefix-caching-hash-algo"
+_NOT_OF_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
+"""Of a Hugging Face configuration: where it lies, who wrote it, and types that are taken as they are in force."""
+
+
+def _need(ok: bool, what: str, field: str) -> None:
+    if not ok:
+        raise ConfigInvalid(f"the vLLM connector does not support {what}", field=field)
+
+
+def check_supported(config: Any, kv_cache: Any) -> None:
+    """Refuse what would fail, or be wrong, at a later request. ``kv_cache`` is vLLM's `KVCacheConfig`.
+
+    Raises `ConfigInvalid`, in words that say what it is about.
+    """
+    parallel = config.parallel_config
+    _need(config.cache_config.enable_prefix_caching, "an engine without prefix caching", "enable_prefix_caching")
+    _need(parallel.pipeline_parallel_size == 1, "pipeline parallelism yet", "pipeline_parallel_size")
+    _need(parallel.decode_context_parallel_size == 1, "context parallelism yet", "decode_context_parallel_size")
+    _need(parallel.prefill_context_parallel_size == 1, "context parallelism yet", "prefill_context_parallel_size")
+    _need(config.speculative_config is None, "speculative decoding yet", "speculative_config")
+    groups = kv_cache.kv_cache_groups
+    _need(len(groups) == 1, f"models with {len(groups)} KV cache groups yet", "kv_cache_groups")
+    spec = groups[0].kv_cache_spec
+    plain = type(spec) is FullAttentionSpec and not isinstance(spec, MLAAttentionSpec)
+    _need(plain, f"{type(spec).__name__} yet", "kv_cache_spec")
+    _need(spec.kv_quant_mode == KVQuantMode.NONE, f"a {spec.kv_quant_mode.name} KV cache yet", "kv_cache_dtype")
+    packed = spec.page_size_padded is not None or spec.num_heads != spec.num_kv_heads or spec.tokens_per_state != 1
+    _need(not packed, "a KV cache whose blocks are packed or padded", "kv_cache_spec")
+    check_hash(config.cache_config.prefix_caching_hash_algo, setting=_HASH_SETTING)
+
+
+def schema_of(config: Any, facts: WorkerFacts, settings: Settings) -> tuple[Schema, list[str]]:
+    """The schema of an engine, and what its user should know about it.
+
+    Reads all weights unless a revision is named. Raises `ConfigInvalid`, and `GridInvalid` where
+    ranks hold parts of heads.
+    """
+    notes = []
+    note = check_hash(
+        config.cache_config.prefix_caching_hash_algo, setting=_HASH_SETTING, seed=os.environ.get("PYTHONHASHSEED")
+    )
+    if note is not None:
+        notes.append(note)
+    heads = config.model_config.get_total_num_kv_heads()
+    ranks = config.parallel_config.tensor_parallel_size
+    largest = max(settings.max_tensor_parallel, ranks)
+    if largest > settings.max_tensor_parallel:
+        notes.append(
+            f"this engine has more ranks than max_tensor_parallel ({settings.max_tensor_parallel}): it shares blocks "
+            f"only with engines that have max_tensor_parallel={ranks}"
+        )
+    group = Group(
+        kind="full",
+        layers=facts.layers,
+        block_tokens=facts.block_tokens,
+        kv_heads=heads,
+        bytes_per_head=facts.bytes_per_head,
+        dtype=facts.dtype,
+        format=facts.format,
+    )
+    group = tiled(group, max_ranks=largest)
+    held_tiles(group, 0, ranks)
+    schema = Schema(
+        engine="vllm",
+        model=model_digest(_weights(config, settings), _facts(config)),
+        hash=HashAlgorithm(STABLE_HASH, facts.block_tokens),
+        groups=(group,),
+        probe=_probe(),
+    )
+    return schema, notes
+
+
+def _weights(config: Any, settings: Settings) -> bytes:
+    if settings.revision:
+        return revision_digest(settings.revision)
+    load_format = str(config.load_config.load_format)
+    if load_format == "dummy":
+        raise ConfigInvalid(
+            "load_format=dummy makes weights that no file tells apart: name a revision", field="revision"
+        )
+    directory = Path(config.model_config.model)
+    if not directory.is_dir():
+        raise ConfigInvalid(
+            f"the weights of {config.model_config.model!r} are not in a local directory: name a revision, such as the "
+            "model's name and commit",
+            field="revision",
+        )
+    return weights_digest(directory)
+
+
+def _facts(config: Any) -> dict[str, object]:
+    """What is done to the weights, in plain values."""
+    model = config.model_config
+    effective = {k: v for k, v in model.hf_config.to_dict().items() if k not in _NOT_OF_THE_MODEL}
+    return {
+        # By way of JSON, since a configuration may hold types of its library.
+        "config": json.dumps(effective, sort_keys=True, default=str),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization or ""),
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+    }
+
+
+def _probe() -> bytes:
+    """The engine's own hash of a fixed block: another seed or another way to hash gives another one."""
+    function = get_hash_fn_by_name(STABLE_HASH)
+    init_none_hash(function)
+    return bytes(hash_block_tokens(function, None, _PROBE_TOKENS))

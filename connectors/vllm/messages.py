@@ -1,0 +1,91 @@
+"""What the two halves of the connector tell each other: vLLM carries these between its scheduler and its workers.
+
+The scheduler's half sends `StepWork` with every step. A worker tells what it holds once (`WorkerFacts`), and what has
+happened since with the output of a step (`WorkerReport`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+__all__ = ["Load", "Save", "SessionOffer", "StepWork", "WorkerFacts", "WorkerReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a worker holds of a block: whole layers, of some heads.
+
+    ``layers`` are the model's layer numbers, ``heads`` how many KV heads are here, ``bytes_per_head`` K and V of one
+    token, ``format`` the order of bytes inside a tile: ``[layer][head][token]`` with whatever the attention backend
+    makes of a token's K and V, which is why it is named.
+    """
+
+    layers: tuple[int, ...]
+    heads: int
+    block_tokens: int
+    bytes_per_head: int
+    dtype: str
+    format: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOffer:
+    """For workers that have not joined the session yet. ``token`` is a secret."""
+
+    token: bytes
+    schema: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Blocks to read for a request that waits for them: ``keys[i]`` into the engine's block ``blocks[i]``."""
+
+    request: str
+    keys: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Blocks that are whole after this step, to be stored."""
+
+    number: int
+    keys: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork(KVConnectorMetadata):  # type: ignore[misc]
+    """What the workers are to do with this step; all of them the same.
+
+    ``idle`` says that nothing is computed in this step, so that waiting a moment costs nobody anything.
+    """
+
+    offer: SessionOffer | None = None
+    loads: tuple[Load, ...] = ()
+    saves: tuple[Save, ...] = ()
+    idle: bool = False
+
+
+@dataclass(slots=True)
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What happened at the workers since their last report; vLLM adds up those of one step.
+
+    ``joined`` are the ranks that have joined the session, ``saved`` the numbers of saves that have ended, well or not.
+    """
+
+    joined: set[int] = field(default_factory=set)
+    saved: set[int] = field(default_factory=set)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """This report and another worker's."""
+        assert isinstance(other, WorkerReport)
+        self.joined |= other.joined
+        self.saved |= other.saved
+        return self

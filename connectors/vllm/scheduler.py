@@ -1,0 +1,239 @@
+"""The half of the connector that runs in vLLM's scheduler: what to load, what to save, and nothing that waits.
+
+Calls on the node are made by other threads; the scheduler's thread looks for their answers when it comes by. All state
+belongs to that thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from forebay.client import Client, ClientOptions, connect
+from forebay.clock import Clock
+from forebay.connectors.keys import variant
+from forebay.connectors.vllm.adapters import Adapters
+from forebay.connectors.vllm.counters import Counters
+from forebay.connectors.vllm.link import Link
+from forebay.connectors.vllm.messages import Load, Save, SessionOffer, StepWork, WorkerReport
+from forebay.connectors.vllm.requests import Probe, Tracked
+from forebay.connectors.vllm.settings import Settings
+from forebay.ids import MAX_BATCH_KEYS, BlockKey
+from forebay.schema import Schema
+
+__all__ = ["SchedulerHalf"]
+
+_log = logging.getLogger("vllm.forebay")
+
+_LATE_MS = 100
+"""A probe that has not answered this long after its deadline is not waited for."""
+
+
+class SchedulerHalf:
+    """Decides for all ranks. ``ranks`` is how many there are; `start` gives it the schema they agree on."""
+
+    def __init__(self, settings: Settings, block_tokens: int, ranks: int, counters: Counters, clock: Clock) -> None:
+        self._settings = settings
+        self._block_tokens = block_tokens
+        self._ranks = ranks
+        self._counters = counters
+        self._clock = clock
+        self._adapters = Adapters()
+        self._link: Link | None = None
+        self._schema: Schema | None = None
+        self._probing = ThreadPoolExecutor(2, "forebay-probe")
+        self._requests: dict[str, Tracked] = {}
+        self._loads: list[Load] = []
+        self._offer: SessionOffer | None = None
+        self._joined: set[int] = set()
+        self._saves = 0
+        self._saving: dict[int, Save] = {}
+        self._saving_keys: set[bytes] = set()
+
+    def start(self, schema: Schema, options: ClientOptions) -> None:
+        """Connect to the node; if that fails, go on trying in the background."""
+        settings = self._settings
+        self._schema = schema
+
+        def open_client() -> Client:
+            return connect(
+                settings.url,
+                namespace=settings.namespace,
+                schema=schema,
+                generation=settings.generation,
+                token=settings.token(),
+                scopes=(settings.scope,) if settings.scope else (),
+                options=options,
+            )
+
+        if settings.mode != "off":
+            self._link = Link(open_client, self._clock, f"forebay {settings.url} {settings.namespace}")
+            self._link.wait(options.connect_ms)
+
+    def close(self) -> None:
+        """End the session."""
+        self._probing.shutdown(wait=False, cancel_futures=True)
+        if self._link is not None:
+            self._link.close()
+
+    # --- looking up -------------------------------------------------------------------------------------------------
+
+    def arrived(self, request: Any) -> None:
+        """A new request: ask what is stored of it before the scheduler does."""
+        tracked = self._requests[request.request_id] = Tracked(request)
+        self._ask(tracked)
+
+    def _ask(self, tracked: Tracked) -> None:
+        request = tracked.request
+        tracked.probe, tracked.counted = None, False
+        tracked.preemptions = request.num_preemptions
+        client = self._client()
+        if client is None or tracked.computed:
+            return
+        if request.mm_features or request.prompt_embeds is not None:
+            return  # hashed by identifiers that do not say all about how they were made
+        hashes = [bytes(block_hash) for block_hash in request.block_hashes[:MAX_BATCH_KEYS]]
+        tracked.asked_at_ms = self._clock.monotonic_ms()
+        adapter, salt = request.lora_request, request.cache_salt or ""
+        tracked.probe = self._probing.submit(self._probe, client, adapter, salt, hashes)
+
+    def _probe(self, client: Client, adapter: Any, salt: str, hashes: Sequence[bytes]) -> Probe:
+        """In a thread: the answer to `_ask`. Raises nothing."""
+        content = b"" if adapter is None else self._adapters.digest(adapter)
+        if content is None:
+            return Probe(None)
+        prefix = variant(adapter=content, salt=salt)
+        if not hashes:
+            return Probe(prefix)
+        scope = client.scope_ids.get(self._settings.scope, 0)
+        keys = [BlockKey(prefix + block_hash, 0, scope) for block_hash in hashes]
+        reasons = client.match(keys, deadline_ms=self._settings.probe_timeout_ms).reasons
+        if self._link is not None:
+            self._link.note(reasons)
+        return Probe(prefix, reasons)
+
+    def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens after ``computed_tokens`` can be loaded, and that it takes a while; None: ask again."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return 0, False
+        if request.num_preemptions != tracked.preemptions:
+            self._ask(tracked)
+        if tracked.probe is None or tracked.computed:
+            return 0, False
+        answer = tracked.answer
+        if answer is None:
+            waited_ms = self._clock.monotonic_ms() - tracked.asked_at_ms
+            return (None if waited_ms < self._settings.probe_timeout_ms + _LATE_MS else 0), False
+        tracked.first = computed_tokens // self._block_tokens
+        blocks = answer.present(tracked.first)
+        if not tracked.counted:
+            tracked.counted = True
+            self._count(answer, tracked.first, blocks)
+        if not blocks or self._settings.mode != "on":
+            return 0, False
+        return blocks * self._block_tokens, True
+
+    def _count(self, answer: Probe, first: int, blocks: int) -> None:
+        self._counters.add("hit_blocks", blocks)
+        for reason in answer.reasons[first + blocks :]:
+            self._counters.add("missed_blocks", reason="behind_gap" if reason == "ok" else reason)
+
+    def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
+        """The scheduler commits to loading ``tokens``, and ``blocks`` are the request's, from its first on."""
+        tracked = self._requests.get(request.request_id)
+        if not tokens or tracked is None:
+            return
+        answer = tracked.answer
+        assert answer is not None and answer.variant is not None, "the scheduler was told that there is something"
+        rows = range(tracked.first, tracked.first + tokens // self._block_tokens)
+        tracked.loading = tuple(blocks[rows.start : rows.stop])
+        self._loads.append(Load(request.request_id, tracked.keys(answer.variant, rows), tracked.loading))
+
+    # --- each step --------------------------------------------------------------------------------------------------
+
+    def step(self, output: Any) -> StepWork:
+        """What the workers are to do with the step that the scheduler has just made (vLLM's `SchedulerOutput`)."""
+        saves: tuple[Save, ...] = ()
+        try:
+            if self._settings.mode == "on" and self._settings.save != "none":
+                saves = self._to_save(output)
+        except Exception:  # loads must begin whatever becomes of saves: requests wait for them
+            _log.exception("no saves in this step")
+        loads, self._loads = tuple(self._loads), []
+        return StepWork(self._to_offer(), loads, saves, idle=not output.total_num_scheduled_tokens)
+
+    def _to_offer(self) -> SessionOffer | None:
+        client = self._client()
+        if client is None or self._schema is None or self._settings.mode != "on":
+            return None
+        if self._offer is None:
+            self._offer = SessionOffer(client.join_token, self._schema.cbor)
+        return self._offer if len(self._joined) < self._ranks else None
+
+    def _to_save(self, output: Any) -> tuple[Save, ...]:
+        if self._client() is None:
+            return ()
+        keys: list[bytes] = []
+        blocks: list[int] = []
+        for ident, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._requests.get(ident)
+            if tracked is not None:
+                self._whole_blocks(tracked, scheduled, output.kv_connector_block_state, keys, blocks)
+        if not keys:
+            return ()
+        self._saves += 1
+        save = Save(self._saves, tuple(keys), tuple(blocks))
+        self._saving[save.number] = save
+        self._saving_keys.update(keys)
+        return (save,)
+
+    def _whole_blocks(self, tracked: Tracked, scheduled: int, state: Any, keys: list[bytes], blocks: list[int]) -> None:
+        """Add the blocks of a request that are whole after this step, and that nobody has as far as is known."""
+        request, answer = tracked.request, tracked.answer
+        if answer is None or answer.variant is None:
+            return
+        # Tokens whose KV there will be, without those that are only guessed: the engine hashes accepted ones alone.
+        tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        if self._settings.save == "prompt":
+            tokens = min(tokens, request.num_prompt_tokens)
+        whole = min(tokens // self._block_tokens, len(request.block_hashes))
+        rows = range(tracked.considered, whole)
+        if not rows:
+            return
+        tracked.considered = whole
+        (table,) = state.get_block_ids(request.request_id)
+        for row, key in zip(rows, tracked.keys(answer.variant, rows), strict=True):
+            if not answer.has(row) and key not in self._saving_keys and key not in keys:
+                keys.append(key)
+                blocks.append(table[row])
+
+    # --- what workers tell ------------------------------------------------------------------------------------------
+
+    def heard(self, report: WorkerReport | None, received: set[str], failed_blocks: set[int]) -> None:
+        """What happened at the workers in a step: ``received`` are requests whose load has ended, well or not."""
+        for ident in received:
+            tracked = self._requests.get(ident)
+            if tracked is None:
+                continue
+            if failed_blocks.intersection(tracked.loading):
+                tracked.lost()
+            tracked.loading = ()
+        if report is None:
+            return
+        self._joined |= report.joined
+        for number in report.saved:
+            save = self._saving.pop(number, None)
+            if save is not None:
+                self._saving_keys.difference_update(save.keys)
+
+    def ended(self, request: Any) -> None:
+        """A request is over, in whatever way."""
+        self._requests.pop(request.request_id, None)
+
+    # --- shared -----------------------------------------------------------------------------------------------------
+
+    def _client(self) -> Client | None:
+        return None if self._link is None else self._link.client

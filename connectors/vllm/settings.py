@@ -1,0 +1,90 @@
+"""Settings of the vLLM connector: what `kv_connector_extra_config` may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from forebay.errors import ConfigInvalid
+
+__all__ = ["Mode", "SavePolicy", "Settings"]
+
+Mode = Literal["on", "observe", "off"]
+SavePolicy = Literal["all", "prompt", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings, each with a good default.
+
+    Attributes:
+        url: of the node.
+        namespace: the KV namespace, ``tenant/name``.
+        token_file: a file with the principal's token; without, FOREBAY_TOKEN or the node's own on this host. (Not the
+            token itself: vLLM logs its arguments.)
+        generation: of the weights, where they change under one name (RL, rolling updates).
+        scope: the end tenant that this engine acts for; empty for none.
+        revision: a name for the model's weights that its user vouches for, instead of reading them all at start.
+        max_tensor_parallel: blocks are cut so that every TP size up to this one can read and write them.
+        mode: ``on``; ``observe`` asks and counts but neither loads nor stores; ``off``.
+        save: ``all`` whole blocks, those of the ``prompt``, or ``none``.
+        probe_timeout_ms: how long a request waits at most to hear what is stored of it.
+        load_timeout_ms: how long one request's load may take; what is late is computed.
+        save_timeout_ms: how long one save may take.
+        staging_bytes: host memory of one rank for blocks on their way; saves that find none are left out.
+        untested_engine: go on with a vLLM version that this release was not tested with.
+    """
+
+    url: str = "forebay://127.0.0.1:7470"
+    namespace: str = "default/default"
+    token_file: str = ""
+    generation: int = 0
+    scope: str = ""
+    revision: str = ""
+    max_tensor_parallel: int = 8
+    mode: Mode = "on"
+    save: SavePolicy = "all"
+    probe_timeout_ms: int = 500
+    load_timeout_ms: int = 10_000
+    save_timeout_ms: int = 30_000
+    staging_bytes: int = 256 << 20
+    untested_engine: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Check what a user wrote. Raises `ConfigInvalid` naming the setting."""
+        known = {field.name: field.default for field in fields(cls)}
+        for name, value in config.items():
+            if name not in known:
+                raise ConfigInvalid(
+                    f"{name!r} is no setting of this connector", field=name, limit=", ".join(sorted(known))
+                )
+            if type(value) is not type(known[name]):
+                raise ConfigInvalid(f"{name} is {value!r}", field=name, limit=type(known[name]).__name__)
+        settings = cls(**config)
+        for name, low, high in (
+            ("generation", 0, (1 << 64) - 1),
+            ("max_tensor_parallel", 1, 1024),
+            ("probe_timeout_ms", 1, 600_000),
+            ("load_timeout_ms", 1, 600_000),
+            ("save_timeout_ms", 1, 600_000),
+            ("staging_bytes", 1 << 20, 1 << 40),
+        ):
+            number = getattr(settings, name)
+            if not low <= number <= high:
+                raise ConfigInvalid(f"{name} is {number}", field=name, limit=f"{low} to {high}")
+        for name, words in (("mode", get_args(Mode)), ("save", get_args(SavePolicy))):
+            if getattr(settings, name) not in words:
+                raise ConfigInvalid(f"{name} is {getattr(settings, name)!r}", field=name, limit=", ".join(words))
+        return settings
+
+    def token(self) -> str | None:
+        """The token in `token_file`; None without one. Raises `ConfigInvalid`."""
+        if not self.token_file:
+            return None
+        try:
+            return Path(self.token_file).expanduser().read_text().strip()
+        except OSError as e:
+            raise ConfigInvalid(f"{self.token_file} cannot be read: {e.strerror}", field="token_file") from e

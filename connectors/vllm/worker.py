@@ -1,0 +1,241 @@
+"""The half of the connector that runs beside vLLM's model: it moves blocks between the KV cache and the node.
+
+Saves are copied to host memory at the end of the step that made them whole, so that the engine may do with its blocks
+what it likes from then on; loads go into blocks that the engine keeps for a request that waits for them. All transfers
+are made by threads, and each has a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from forebay.client import Client, ClientOptions
+from forebay.clock import Clock
+from forebay.connectors.vllm.blocks import BlockTensors
+from forebay.connectors.vllm.counters import Counters
+from forebay.connectors.vllm.link import Link
+from forebay.connectors.vllm.messages import Load, Save, SessionOffer, StepWork, WorkerFacts, WorkerReport
+from forebay.connectors.vllm.settings import Settings
+from forebay.ids import BlockKey
+from forebay.ranks import held_tiles
+from forebay.schema import Schema
+
+__all__ = ["WorkerHalf"]
+
+_log = logging.getLogger("vllm.forebay")
+
+_LOADERS = 4
+_PART_BYTES = 16 << 20
+"""A load is made in parts of about this size, each copied into the cache while others are read."""
+_IDLE_S = 0.001
+_LOST = {"absent": "evicted", "deadline_exceeded": "late"}
+"""What a block is lost to that was there when it was looked up."""
+
+
+class WorkerHalf:
+    """One rank, ``place`` which of how many. Called by the model runner's thread; `register` comes first."""
+
+    def __init__(
+        self, settings: Settings, place: tuple[int, int], counters: Counters, options: ClientOptions, clock: Clock
+    ) -> None:
+        self._settings = settings
+        self._rank, self._ranks = place
+        self._counters = counters
+        self._options = options
+        self._clock = clock
+        self._caches: list[Any] = []
+        self._facts: WorkerFacts | None = None
+        self._link: Link | None = None
+        self._tensors: BlockTensors | None = None
+        self._tiles: tuple[int, ...] = ()
+        self._told_joined = False
+        self._loading = ThreadPoolExecutor(_LOADERS, "forebay-load")
+        self._storing = ThreadPoolExecutor(1, "forebay-save")
+        self._happened = threading.Condition()
+        self._under_way: dict[str, Load] = {}
+        self._cancelled: set[str] = set()
+        self._received: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._saved: set[int] = set()
+        self._staged_bytes = 0
+
+    def register(self, caches: Sequence[Any], facts: WorkerFacts) -> None:
+        """The KV cache of each layer, in the order of ``facts.layers``."""
+        self._caches = list(caches)
+        self._facts = facts
+
+    @property
+    def facts(self) -> WorkerFacts | None:
+        """What this rank holds."""
+        return self._facts
+
+    def close(self) -> None:
+        """Finish what is being saved, give up loads, and end the connection."""
+        with self._happened:
+            self._cancelled.update(self._under_way)
+        self._storing.shutdown(wait=True)
+        self._loading.shutdown(wait=True, cancel_futures=True)
+        if self._link is not None:
+            self._link.close()
+
+    # --- each step --------------------------------------------------------------------------------------------------
+
+    def begin(self, work: StepWork) -> None:
+        """Take note of the session that is offered, and start loads."""
+        if work.offer is not None and self._link is None:
+            self._join(work.offer)
+        for load in work.loads:
+            with self._happened:
+                self._under_way[load.request] = load
+            self._loading.submit(self._load, load)
+
+    def _join(self, offer: SessionOffer) -> None:
+        settings, schema = self._settings, Schema.from_cbor(offer.schema)
+        assert self._facts is not None, "vLLM registers the caches before the first step"
+        (group,) = schema.groups
+        self._tiles = held_tiles(group, self._rank, self._ranks)
+        self._tensors = BlockTensors(self._caches, group, self._facts.heads)
+
+        def open_client() -> Client:
+            return Client.join(
+                settings.url,
+                session_token=offer.token,
+                namespace=settings.namespace,
+                schema=schema,
+                generation=settings.generation,
+                token=settings.token(),
+                scopes=(settings.scope,) if settings.scope else (),
+                options=self._options,
+            )
+
+        self._link = Link(open_client, self._clock, f"forebay rank {self._rank}")
+
+    def end(self, work: StepWork) -> None:
+        """The step has been computed: take copies of the blocks that are whole now, and store them."""
+        for save in work.saves:
+            tensors = self._tensors
+            assert tensors is not None, "a session is offered before the first save"
+            size = len(save.blocks) * tensors.value_bytes
+            with self._happened:
+                fits = self._staged_bytes + size <= self._settings.staging_bytes
+                self._staged_bytes += size if fits else 0
+                if not fits:
+                    self._saved.add(save.number)
+            if not fits:
+                self._counters.add("unstored_blocks", len(save.blocks), "no_staging")
+                continue
+            values = torch.empty((len(save.blocks), tensors.value_bytes), dtype=torch.uint8)
+            tensors.gather(save.blocks, values)
+            self._storing.submit(self._store, save, values)
+
+    def received(self, ended: set[str], *, idle: bool) -> tuple[set[str], set[int]]:
+        """Requests whose load has ended, well or not, and blocks that were not loaded; ``ended`` wait no more."""
+        with self._happened:
+            self._cancelled.update(ended & self._under_way.keys())
+            if idle and self._under_way and not self._received:
+                self._happened.wait(_IDLE_S)
+            received, self._received = self._received, set()
+            failed, self._failed_blocks = self._failed_blocks, set()
+        return received, failed
+
+    def report(self) -> WorkerReport | None:
+        """What the scheduler's half should know, if there is anything."""
+        report = WorkerReport()
+        if not self._told_joined and self._link is not None and self._link.client is not None:
+            self._told_joined = True
+            report.joined.add(self._rank)
+        with self._happened:
+            report.saved, self._saved = self._saved, set()
+        return report if report.joined or report.saved else None
+
+    # --- in threads -------------------------------------------------------------------------------------------------
+
+    def _load(self, load: Load) -> None:
+        missing = set(load.blocks)
+        try:
+            missing -= self._read(load)
+        except Exception:  # the engine must live on; what is not there is computed
+            _log.exception("a load failed")
+            self._counters.add("lost_blocks", len(missing), "error")
+        with self._happened:
+            del self._under_way[load.request]
+            self._cancelled.discard(load.request)
+            self._failed_blocks |= missing
+            self._received.add(load.request)
+            self._happened.notify_all()
+
+    def _read(self, load: Load) -> set[int]:
+        """Read a load's blocks part by part; those that are in the cache now."""
+        started_ms = self._clock.monotonic_ms()
+        until_ms = started_ms + self._settings.load_timeout_ms
+        tensors, link = self._tensors, self._link
+        assert tensors is not None and link is not None, "a session is offered before the first load"
+        link.wait(self._settings.load_timeout_ms)
+        done: set[int] = set()
+        step = max(1, _PART_BYTES // tensors.value_bytes)
+        for start in range(0, len(load.keys), step):
+            keys, blocks = load.keys[start : start + step], load.blocks[start : start + step]
+            client, left_ms = link.client, until_ms - self._clock.monotonic_ms()
+            with self._happened:
+                cancelled = load.request in self._cancelled
+            if client is None or left_ms <= 0 or cancelled:
+                why = "cancelled" if cancelled else "unavailable" if client is None else "late"
+                self._counters.add("lost_blocks", len(load.keys) - start, why)
+                break
+            values = torch.empty((len(keys), tensors.value_bytes), dtype=torch.uint8)
+            named = self._named(client, keys)
+            results = client.get_into(named, list(values.numpy()), tiles=self._tiles, deadline_ms=left_ms)
+            link.note([result.reason for result in results])
+            hits = [row for row, result in enumerate(results) if result.hit]
+            if hits:
+                tensors.scatter([blocks[row] for row in hits], values if len(hits) == len(keys) else values[hits])
+                done.update(blocks[row] for row in hits)
+            for result in results:
+                if not result.hit:
+                    self._counters.add("lost_blocks", reason=_LOST.get(result.reason, result.reason))
+            if len(hits) < len(keys):  # what comes after a gap is computed anyway
+                self._counters.add("lost_blocks", max(0, len(load.keys) - start - step), "behind_gap")
+                break
+        self._counters.add("loaded_blocks", len(done))
+        self._counters.add("loaded_bytes", len(done) * tensors.value_bytes)
+        self._counters.add("load_seconds", (self._clock.monotonic_ms() - started_ms) / 1000)
+        return done
+
+    def _store(self, save: Save, values: Any) -> None:
+        try:
+            self._put(save, values)
+        except Exception:  # the engine must live on; what is not stored is a miss later
+            _log.exception("a save failed")
+            self._counters.add("unstored_blocks", len(save.blocks), "error")
+        with self._happened:
+            self._staged_bytes -= values.numel()
+            self._saved.add(save.number)
+
+    def _put(self, save: Save, values: Any) -> None:
+        link, tensors = self._link, self._tensors
+        assert link is not None and tensors is not None, "a session is offered before the first save"
+        client = link.wait(self._settings.save_timeout_ms)
+        if client is None:
+            self._counters.add("unstored_blocks", len(save.blocks), "unavailable")
+            return
+        named = self._named(client, save.keys)
+        results = client.put(named, list(values.numpy()), deadline_ms=self._settings.save_timeout_ms)
+        link.note([result.reason for result in results])
+        for result in results:
+            if result.stored:
+                self._counters.add("stored_blocks")
+                self._counters.add("stored_bytes", tensors.value_bytes)
+            elif result.present:
+                self._counters.add("present_blocks")
+            else:
+                self._counters.add("unstored_blocks", reason=result.reason)
+
+    def _named(self, client: Client, keys: Sequence[bytes]) -> list[BlockKey]:
+        scope = client.scope_ids.get(self._settings.scope, 0)
+        return [BlockKey(key, 0, scope) for key in keys]

@@ -1,0 +1,135 @@
+"""A vLLM engine in a process of its own: `python -m tests.connectors.engine MODEL CONFIG`, where vLLM is installed.
+
+CONFIG is JSON: the connector's ``kv_transfer_config``, or null, and the engine's other arguments. Reads requests from
+standard input, a JSON object a line, and answers each with one on standard output; everything else goes to standard
+error. The model is a small Qwen2 with random weights, made when it is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 256
+_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def make_model(directory: Path, seed: int = 0) -> None:
+    """Random weights, large enough that every layer changes what comes out."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.2,
+        head_dim=32,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+
+
+class Engine:
+    """The engine and what may be asked of it."""
+
+    def __init__(self, model: Path, config: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        arguments: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "block_size": 32,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_model_len": 1024,
+            "dtype": "float32",
+            "seed": 0,
+            "disable_log_stats": False,
+            "prefix_caching_hash_algo": "sha256_cbor",
+        }
+        self.llm = LLM(str(model), **{**arguments, **config})
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 8, salt: str = "") -> dict[str, Any]:
+        """Greedy tokens of each prompt, and how many tokens of each came from a cache."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True)
+        asked: list[Any] = [
+            {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts
+        ]
+        done = self.llm.generate(asked, params, use_tqdm=False)
+        return {
+            "tokens": [list(each.outputs[0].token_ids) for each in done],
+            "reasons": [each.outputs[0].finish_reason for each in done],
+            "cached": [each.num_cached_tokens for each in done],
+        }
+
+    def forget(self) -> dict[str, Any]:
+        """Drop the engine's own prefix cache."""
+        return {"dropped": self.llm.reset_prefix_cache()}
+
+    def blocks(self) -> dict[str, Any]:
+        """Where each block that the engine's namespace has lies: volume and offset, by key."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        client = get_kv_transfer_group()._worker._link.client
+        keys = [block.key for block in client.list()]
+        stats = client.stat(keys) if keys else []
+        return {key.hex(): [s.block.volume, s.block.offset_bytes] for key, s in zip(keys, stats, strict=True)}
+
+    def forge(self) -> dict[str, Any]:
+        """Put other bytes under every key that the engine's namespace has, as a whole and valid block."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        client = get_kv_transfer_group()._worker._link.client
+        listed = list(client.list())
+        keys = [block.key for block in listed]
+        client.delete(keys)
+        results = client.put(keys, [b"\x11\x3e" * (block.length_bytes // 2) for block in listed])
+        return {"stored": sum(result.stored for result in results)}
+
+    def metrics(self) -> dict[str, Any]:
+        """External tokens asked for and hit, and the connector's own counters."""
+        found: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            if any(word in metric.name for word in ("forebay", "external", "preemptions")):
+                reason = metric.labels.get("reason", "")
+                found[metric.name.removeprefix("vllm:") + (f":{reason}" if reason else "")] = getattr(
+                    metric, "value", 0
+                )
+        return found
+
+
+def main(model: str, config: str) -> None:
+    """Serve requests until standard input ends."""
+    os.environ |= _VARIABLES
+    answers_fd = os.dup(1)
+    os.dup2(2, 1)  # vLLM and its libraries print where they like
+    directory = Path(model)
+    if not directory.exists():
+        make_model(directory)
+    engine = Engine(directory, json.loads(config))
+    with os.fdopen(answers_fd, "w") as answers:
+        print(json.dumps({"ready": True}), file=answers, flush=True)
+        for line in sys.stdin:
+            request = json.loads(line)
+            print(json.dumps(getattr(engine, request.pop("do"))(**request)), file=answers, flush=True)
+        engine.llm.llm_engine.engine_core.shutdown()
+    os._exit(0)  # vLLM is shut down, and taking its objects apart takes seconds
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

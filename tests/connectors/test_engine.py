@@ -1,0 +1,261 @@
+"""vLLM itself, with its KV in Forebay: the same tokens as without, whatever happens, and exactly the hits due.
+
+Two engines, each a process of its own with hash seeds of its own. The first starts while the node is away and computes
+every prompt of this module: those tokens are what all others are compared with. The second has a small KV cache and
+small steps, so that it preempts and prefills in chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.client.conftest import NodeProcess, eventually
+from tests.connectors.engine import VOCABULARY
+from tests.envs import ENVIRONMENTS
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+BLOCK = 32
+TOKENS = 200
+WHOLE = TOKENS // BLOCK * BLOCK
+BLOCKS = TOKENS // BLOCK
+BLOCK_BYTES = 2 * 2 * BLOCK * 2 * 32 * 4
+"""Two layers, two heads, K and V of 32 floats."""
+LONG_ANSWER = 100
+LOAD_TIMEOUT_MS = 3_000
+SMALL = {"kv_cache_memory_bytes": 22 * BLOCK_BYTES, "max_model_len": 512, "max_num_batched_tokens": 128}
+
+
+def prompt(seed: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCABULARY), k=TOKENS)
+
+
+class EngineProcess:
+    """A vLLM engine whose connector is at a node."""
+
+    def __init__(
+        self, node: NodeProcess, model: Path, log: Path, *, extra: dict[str, Any] | None = None, **arguments: Any
+    ):
+        env = ENVIRONMENTS["vllm"]
+        transfer = {
+            "kv_connector": "ForebayConnector",
+            "kv_connector_module_path": "forebay.connectors.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"url": node.url, **(extra or {})},
+        }
+        config = json.dumps({"kv_transfer_config": transfer, **arguments})
+        variables = {**env.variables(), "FOREBAY_TOKEN": node.token}
+        variables.pop("PYTHONHASHSEED", None)
+        self.log = log
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [env.python, "-m", "tests.connectors.engine", model, config],
+                env=variables,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
+        try:
+            assert self._answer() == {"ready": True}
+        except BaseException:
+            self.kill()
+            raise
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the engine has ended:\n{self.log.read_text()[-4000:]}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, do: str, **request: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        print(json.dumps({"do": do, **request}), file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def generate(self, *prompts: list[int], **request: Any) -> dict[str, Any]:
+        answer = self.ask("generate", prompts=list(prompts), **request)
+        assert set(answer["reasons"]) == {"length"}, "no request may end in an error"
+        return answer
+
+    def count(self, name: str) -> float:
+        """One of the engine's metrics."""
+        return float(self.ask("metrics").get(name, 0))
+
+    def end(self) -> None:
+        self.process.communicate(timeout=120)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Scene:
+    """A node, what every prompt is answered with, and the second engine after the node was killed and restarted."""
+
+    SHARED, MIXED, SALTED, ROTTEN, LATE, AWAY, FORGED = (prompt(seed) for seed in range(7))
+    LONG = tuple(prompt(seed) for seed in range(10, 13))
+
+    def __init__(self, directory: Path) -> None:
+        self.model = directory / "model"
+        self.node = NodeProcess(directory / "data")
+        self.node.stop()
+        first = EngineProcess(self.node, self.model, directory / "first.log")
+        try:
+            self._compute(first, directory / "first.log")
+            first.end()
+            self.node.kill()
+            self.node.start()
+            settings = {"load_timeout_ms": LOAD_TIMEOUT_MS}
+            self.engine = EngineProcess(self.node, self.model, directory / "second.log", extra=settings, **SMALL)
+        except BaseException:
+            first.kill()
+            self.node.stop()
+            raise
+
+    def _compute(self, first: EngineProcess, log: Path) -> None:
+        """Answers without storage; then the node comes, and what has been computed is stored."""
+        everything = [self.SHARED, self.MIXED, self.SALTED, self.ROTTEN, self.LATE, self.AWAY, self.FORGED]
+        computed = first.generate(*everything)
+        self.long = first.generate(*self.LONG, max_tokens=LONG_ANSWER)["tokens"]
+        self.first_cached = computed["cached"]
+        self.answers: dict[tuple[int, ...], list[int]] = {
+            tuple(p): tokens for p, tokens in zip(everything, computed["tokens"], strict=True)
+        }
+        self.first_log = log.read_text()
+        self.node.start()
+        # What it has computed it stores as soon as it can, since requests for it come by.
+
+        def stored() -> bool:
+            first.generate(self.SHARED)
+            return first.count("forebay_stored_blocks") >= BLOCKS
+
+        eventually(stored, "the node", 60)
+
+    def answer(self, prompt: list[int]) -> list[int]:
+        """What the first engine computed without storage."""
+        return self.answers[tuple(prompt)]
+
+    def again(self, prompt: list[int], **request: Any) -> int:
+        """Generate with nothing in the engine's own cache: the same tokens, and how many came from the node."""
+        assert self.engine.ask("forget") == {"dropped": True}
+        before = self.engine.count("external_prefix_cache_hits")
+        answer = self.engine.generate(prompt, **request)
+        assert answer["tokens"] == [self.answer(prompt)]
+        (cached,) = answer["cached"]
+        assert self.engine.count("external_prefix_cache_hits") - before >= cached
+        return int(cached)
+
+    def store(self, prompt: list[int], **request: Any) -> None:
+        """Generate, and wait until all blocks are stored."""
+        before = len(self.engine.ask("blocks"))
+        assert self.again(prompt, **request) == 0
+        eventually(lambda: len(self.engine.ask("blocks")) == before + BLOCKS, "the blocks")
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    scene = Scene(tmp_path_factory.mktemp("vllm"))
+    yield scene
+    scene.engine.end()
+    scene.node.stop()
+
+
+def test_an_engine_starts_and_works_while_the_node_is_away(scene: Scene) -> None:
+    assert scene.first_cached == [0] * len(scene.first_cached)
+    warnings = [line for line in scene.first_log.splitlines() if "the engine goes on without it" in line]
+    assert len(warnings) == 1 and "does not answer" in warnings[0], "one, and clear"
+
+
+def test_a_fresh_process_gets_exactly_what_another_stored(scene: Scene) -> None:
+    hits = scene.engine.count("external_prefix_cache_hits")
+    loaded = scene.engine.count("forebay_loaded_blocks")
+    assert scene.again(scene.SHARED) == WHOLE
+    assert scene.engine.count("external_prefix_cache_hits") == hits + WHOLE
+    assert scene.engine.count("forebay_loaded_blocks") == loaded + BLOCKS
+    assert scene.engine.count("forebay_loaded_bytes") == scene.engine.count("forebay_loaded_blocks") * BLOCK_BYTES
+
+
+def test_local_and_external_hits_add_up(scene: Scene) -> None:
+    scene.store(scene.MIXED)
+    scene.engine.ask("forget")
+    hits = scene.engine.count("external_prefix_cache_hits")
+    assert scene.engine.generate(scene.MIXED[: 2 * BLOCK + 5])["cached"] == [2 * BLOCK]
+    assert scene.engine.count("external_prefix_cache_hits") == hits + 2 * BLOCK
+    answer = scene.engine.generate(scene.MIXED)
+    assert answer["tokens"] == [scene.answer(scene.MIXED)] and answer["cached"] == [WHOLE]
+    assert scene.engine.count("external_prefix_cache_hits") == hits + WHOLE
+
+
+def test_a_salt_keeps_blocks_apart(scene: Scene) -> None:
+    scene.store(scene.SALTED)
+    scene.store(scene.SALTED, salt="of a tenant")
+    assert scene.again(scene.SALTED, salt="of another") == 0
+    assert scene.again(scene.SALTED, salt="of a tenant") == WHOLE
+
+
+def test_requests_that_are_preempted_answer_the_same(scene: Scene) -> None:
+    for _ in range(2):  # the second time from what the first stored
+        before = scene.engine.count("num_preemptions")
+        scene.engine.ask("forget")
+        answer = scene.engine.generate(*scene.LONG, max_tokens=LONG_ANSWER)
+        assert answer["tokens"] == scene.long
+        assert scene.engine.count("num_preemptions") > before
+    assert WHOLE in answer["cached"]
+
+
+def test_a_block_that_rotted_is_computed_and_stored_again(scene: Scene) -> None:
+    old = scene.engine.ask("blocks")
+    scene.store(scene.ROTTEN)
+    (volume, offset_bytes), *_ = [place for key, place in scene.engine.ask("blocks").items() if key not in old]
+    (path,) = scene.node.data.rglob(f"volumes/{volume}.vol")
+    with path.open("r+b") as file:
+        file.seek(offset_bytes + 100)
+        (byte,) = file.read(1)
+        file.seek(offset_bytes + 100)
+        file.write(bytes([byte ^ 1]))
+    lost = scene.engine.count("forebay_lost_blocks:checksum_mismatch")
+    scene.again(scene.ROTTEN)  # vLLM goes on to count what it planned to load as cached
+    assert scene.engine.count("forebay_lost_blocks:checksum_mismatch") == lost + 1
+    eventually(lambda: scene.again(scene.ROTTEN) == WHOLE, "whole again")
+
+
+def test_a_target_that_stops_during_a_load_is_computed_around(scene: Scene) -> None:
+    scene.store(scene.LATE)
+    target = scene.node.target_pid
+    os.kill(target, signal.SIGSTOP)
+    try:
+        assert scene.again(scene.LATE) == 0
+    finally:
+        os.kill(target, signal.SIGCONT)
+    assert scene.engine.count("forebay_lost_blocks:late") >= 1
+    eventually(lambda: scene.again(scene.LATE) == WHOLE, "the target", 60)
+
+
+def test_a_node_that_is_killed_is_computed_around(scene: Scene) -> None:
+    scene.store(scene.AWAY)
+    scene.node.kill()
+    for _ in range(5):
+        assert scene.again(scene.AWAY) == 0
+    scene.node.start()
+    eventually(lambda: scene.again(scene.AWAY) == WHOLE, "the node", 60)
+
+
+def test_what_is_loaded_is_what_is_used(scene: Scene) -> None:
+    """Last: valid blocks of other bytes give other tokens, so the tests above compare what came from the node."""
+    scene.store(scene.FORGED)
+    assert scene.engine.ask("forge")["stored"] > BLOCKS
+    scene.engine.ask("forget")
+    answer = scene.engine.generate(scene.FORGED)
+    assert answer["cached"] == [WHOLE] and answer["tokens"] != [scene.answer(scene.FORGED)]
