@@ -215,6 +215,13 @@ class SpaceConfig:
         "Bytes a second, at most, of expired and outdated blocks that are given back in the background.",
     )
     low_watermark: float = setting("low_watermark", Fraction(0.1, 1.0), 0.95, "It ends when so much is left in use.")
+    metadata_reserve_bytes: int = setting(
+        "metadata_reserve",
+        Size(0, 1 << 40),
+        256 << 20,
+        "What is kept free where metadata lie, but never more than a tenth of that file system: with less, blocks are "
+        "read and deleted, but not stored.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

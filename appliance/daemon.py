@@ -42,6 +42,7 @@ from forebay.appliance.namespace.checkpoint import FILE_NAME
 from forebay.appliance.namespace.desired_state import Principal
 from forebay.appliance.namespace.meta import NodeMeta
 from forebay.appliance.namespace.node import Node, NodeLimits
+from forebay.appliance.namespace.reserve import Reserve
 from forebay.appliance.namespace.rocks import RocksStore
 from forebay.appliance.namespace.room import Watermarks
 from forebay.appliance.namespace.scrub import ScrubLimits
@@ -264,6 +265,7 @@ class _Daemon:
                 clock=SystemClock(),
                 random=secrets.token_bytes,
                 checkpoint=config.metadata_dir / FILE_NAME,
+                reserve=Reserve(config.metadata_dir, config.space.metadata_reserve_bytes),
             )
             self._node = node
             await self._bootstrap(node)

@@ -28,7 +28,9 @@ from forebay.appliance.dataplane.interface import IoStats
 from forebay.appliance.dataplane.supervisor import Supervisor
 from forebay.appliance.histogram import Histogram
 from forebay.appliance.namespace.node import Node
+from forebay.appliance.namespace.problems import problems_of, reads_go_on, writes_go_on
 from forebay.appliance.namespace.rocks import RocksStore
+from forebay.appliance.namespace.space import DriveState
 from forebay.errors import ForebayError
 from forebay.index import BlockIndex, RowState
 
@@ -81,6 +83,19 @@ METRICS: tuple[MetricSpec, ...] = (
         "forebay_drive_full", "gauge", "1 when the drive's file system had less room than its capacity.", ("drive",)
     ),
     MetricSpec(
+        "forebay_drive_up",
+        "gauge",
+        "1 while the drive's blocks are served; on one that is away they are misses.",
+        ("drive",),
+    ),
+    MetricSpec("forebay_drive_writable", "gauge", "1 while new blocks go to the drive.", ("drive",)),
+    MetricSpec(
+        "forebay_drive_errors_total", "counter", "What the drive refused or failed to read, write or flush.", ("drive",)
+    ),
+    MetricSpec("forebay_drives_lost_total", "counter", "Times that a drive went away or could only be read."),
+    MetricSpec("forebay_reads_up", "gauge", "1 while blocks are served, though perhaps not those of every drive."),
+    MetricSpec("forebay_writes_up", "gauge", "1 while new blocks are stored."),
+    MetricSpec(
         "forebay_drive_quarantined_bytes", "gauge", "Of these, bytes that the drive did not give back.", ("drive",)
     ),
     MetricSpec("forebay_index_bytes", "gauge", "Memory of the index."),
@@ -120,7 +135,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "forebay_removed_blocks_total",
         "counter",
         "Blocks removed: `evicted` for room, `deleted` by a client, `expired` (time to live), `stale` (minimum "
-        "generation), `cleared` with their namespace, `bad` (a checksum did not match).",
+        "generation), `cleared` with their namespace, `bad` (a checksum did not match), `lost` (stored again elsewhere "
+        "while their drive was away).",
         ("cause",),
     ),
     MetricSpec(
@@ -150,6 +166,9 @@ METRICS: tuple[MetricSpec, ...] = (
         "forebay_metadata_commit_duration_seconds", "histogram", "From a batch's turn to its place on stable media."
     ),
     MetricSpec("forebay_metadata_failed_commits_total", "counter", "Batches of metadata that could not be written."),
+    MetricSpec("forebay_metadata_reopened_total", "counter", "Times that metadata were opened again after that."),
+    MetricSpec("forebay_metadata_up", "gauge", "1 while metadata can be written."),
+    MetricSpec("forebay_metadata_free_bytes", "gauge", "What is free on the file system of metadata."),
     *_process("forebay", "the daemon"),
     *_process("forebay_target", "the target"),
 )
@@ -168,9 +187,10 @@ _SIMPLE = {
     "forebay_scrub_passes_total": "scrub_passes",
     "forebay_dropped_records_total": "records_dropped",
     "forebay_target_differences_total": "target_differences",
+    "forebay_drives_lost_total": "drives_lost",
 }
 """Metrics that are one counter of the engine."""
-_CAUSES = ("evicted", "deleted", "expired", "stale", "cleared", "bad")
+_CAUSES = ("evicted", "deleted", "expired", "stale", "cleared", "bad", "lost")
 _LIMITS = ("watermark", "space", "quota", "scope_quota")
 _TARGET_ANSWERS_S = 2.0
 
@@ -294,6 +314,15 @@ class NodeMetrics:
             samples.set("forebay_drive_used_bytes", drive_used[drive.name], drive.name)
             samples.set("forebay_drive_full", drive.full, drive.name)
             samples.set("forebay_drive_quarantined_bytes", space.quarantined_bytes(drive.name), drive.name)
+            samples.set("forebay_drive_up", drive.state is not DriveState.AWAY, drive.name)
+            samples.set("forebay_drive_writable", drive.writable and not drive.full, drive.name)
+            errors = node.engine.counters[f"drive_errors_{drive.name}"]
+            samples.set("forebay_drive_errors_total", errors, drive.name)
+        problems = problems_of(node.engine)
+        samples.set("forebay_reads_up", reads_go_on(problems))
+        samples.set("forebay_writes_up", writes_go_on(problems))
+        samples.set("forebay_metadata_up", node.engine.store.problem is None)
+        samples.set("forebay_metadata_free_bytes", node.engine.reserve.free_bytes)
 
     def _read_calls(self, samples: _Samples) -> None:
         counters = self._node.engine.counters
@@ -319,6 +348,7 @@ class NodeMetrics:
                 samples.set("forebay_calls_total", count, *labels, outcome(code))
         samples.set("forebay_metadata_commit_duration_seconds", self._store.commit_s)
         samples.set("forebay_metadata_failed_commits_total", self._store.failed_commits)
+        samples.set("forebay_metadata_reopened_total", self._store.reopened)
 
     def _read_target(self, samples: _Samples, io: IoStats | None) -> None:
         samples.set("forebay_target_up", io is not None and self._supervisor.serving)

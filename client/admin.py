@@ -19,6 +19,7 @@ __all__ = [
     "DriveStatus",
     "GrantInfo",
     "NamespaceInfo",
+    "NodeProblem",
     "NodeStatus",
     "PrincipalInfo",
     "QuarantinedExtent",
@@ -114,7 +115,10 @@ class SessionInfo:
 
 @dataclass(frozen=True, slots=True)
 class DriveStatus:
-    """A drive of the node; ``free_bytes`` are in free regions. ``io``: direct, buffered or mmap, empty if untold."""
+    """A drive of the node; ``free_bytes`` are in free regions. ``io``: direct, buffered or mmap, empty if untold.
+
+    ``state`` is serving, read_only or away, and ``reason`` says why it is not the first.
+    """
 
     name: str
     path: str
@@ -122,6 +126,20 @@ class DriveStatus:
     free_bytes: int
     io: str
     quarantined_bytes: int = 0
+    state: str = "serving"
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProblem:
+    """What keeps a node from doing all that it should: of ``metadata`` or ``drives``.
+
+    It ``affects`` all (nothing is read or written), writes (nothing new is stored) or some (what lies on one drive).
+    """
+
+    part: str
+    reason: str
+    affects: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +165,7 @@ class NodeStatus:
     read_bytes: int = 0
     written_bytes: int = 0
     target_restarts: int = 0
+    problems: tuple[NodeProblem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +335,11 @@ class Admin:
         """How the node is."""
         reply = self._call("NodeStatus", pb.NodeStatusRequest())
         drives = tuple(
-            DriveStatus(d.name, d.path, d.capacity_bytes, d.free_bytes, d.io, d.quarantined_bytes) for d in reply.drives
+            DriveStatus(
+                *(d.name, d.path, d.capacity_bytes, d.free_bytes, d.io, d.quarantined_bytes),
+                *(d.state or "serving", d.reason),
+            )
+            for d in reply.drives
         )
         return NodeStatus(
             node=reply.node,
@@ -338,6 +361,7 @@ class Admin:
             read_bytes=reply.read_bytes,
             written_bytes=reply.written_bytes,
             target_restarts=reply.target_restarts,
+            problems=tuple(NodeProblem(p.part, p.reason, p.affects) for p in reply.problems),
         )
 
     def list_sessions(self, *, namespace: str = "", principal: str = "") -> list[SessionInfo]:

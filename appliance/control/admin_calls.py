@@ -122,9 +122,12 @@ class AdminCalls:
                     free_bytes=d.free_bytes,
                     io=d.io,
                     quarantined_bytes=d.quarantined_bytes,
+                    state=d.state,
+                    reason=d.reason,
                 )
                 for d in found.drives
             ],
+            problems=[pb.NodeProblem(part=p.part, reason=p.reason, affects=p.affects) for p in found.problems],
             target_kind=found.target.kind,
             target_pid=found.target.pid,
             target_capabilities=found.target.capabilities,

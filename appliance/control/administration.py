@@ -20,6 +20,7 @@ from forebay.appliance.dataplane.interface import IoStats
 from forebay.appliance.namespace.acl import Acl, check_rights, hash_token, new_token
 from forebay.appliance.namespace.desired_state import Grant, Namespace, Principal, check_name
 from forebay.appliance.namespace.node import Node
+from forebay.appliance.namespace.problems import Problem, problems_of
 from forebay.appliance.namespace.quarantine import Quarantined
 from forebay.appliance.namespace.records import PINNED, Durability
 from forebay.appliance.namespace.scrub import ScrubReport
@@ -122,7 +123,8 @@ class QuarantineView:
 class DriveView:
     """A drive; ``free_bytes`` are in free regions. ``io``: how the target moves its bytes, empty where unknown.
 
-    ``quarantined_bytes`` are not used any more, since the drive did not give back what was written there.
+    ``quarantined_bytes`` are not used any more, since the drive did not give back what was written there. ``state`` is
+    ``serving``, ``read_only`` or ``away``, and ``reason`` says why it is not the first.
     """
 
     name: str
@@ -131,6 +133,8 @@ class DriveView:
     free_bytes: int
     io: str
     quarantined_bytes: int
+    state: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,7 @@ class NodeView:
     leases: int
     pending_writes: int
     drives: tuple[DriveView, ...]
+    problems: tuple[Problem, ...]
     target: TargetView
     read_bytes: int
     written_bytes: int
@@ -417,9 +422,12 @@ class Administration:
                     d.free_regions * space.region_bytes,
                     ", ".join(sorted(io.get(d.name, ()))),
                     space.quarantined_bytes(d.name),
+                    d.state.value,
+                    d.reason,
                 )
                 for d in space.drives.values()
             ),
+            problems=tuple(problems_of(engine)),
             target=target,
             read_bytes=traffic.read_bytes,
             written_bytes=traffic.write_bytes,

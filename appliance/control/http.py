@@ -23,6 +23,7 @@ from forebay.appliance.control.health import Health
 from forebay.appliance.control.http_edge import HANDLERS, App, Edge, principal_of
 from forebay.appliance.namespace.acl import Acl
 from forebay.appliance.namespace.desired_state import Grant
+from forebay.appliance.namespace.problems import reads_go_on, writes_go_on
 
 __all__ = ["make_app"]
 
@@ -262,10 +263,11 @@ def _open_routes(health: Health, scrape: Callable[[], Awaitable[bytes]], open_me
 
     @router.get("/readyz", operation_id="Readyz", responses={503: {"model": models.Ready, "description": "It cannot."}})
     async def readyz() -> JSONResponse:
-        """Whether the node can serve: its target, its metadata, its volumes; no token."""
+        """Whether the node can serve, perhaps not all that it should: target, metadata, drives; no token."""
         found = await health.problems()
         problems = [models.Problem.model_validate(problem) for problem in found]
-        ready = models.Ready(ready=not problems, problems=problems)
+        reads, writes = reads_go_on(found), writes_go_on(found)
+        ready = models.Ready(ready=reads, reads=reads, writes=writes, problems=problems)
         return JSONResponse(ready.model_dump(), 200 if ready.ready else 503)
 
     @router.get(

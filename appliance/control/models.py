@@ -246,6 +246,8 @@ class Drive(_Out):
     free_bytes: Count = Field(description="Bytes of regions that nobody holds.")
     io: str = Field(description="How the target moves its bytes: `direct`, `buffered` or `mmap`; empty: not told.")
     quarantined_bytes: Count = Field(description="Not used any more: the drive did not give back what was written.")
+    state: Literal["serving", "read_only", "away"]
+    reason: str = Field(description="Why it is not serving, or empty.")
 
 
 class Target(_Out):
@@ -273,6 +275,7 @@ class Node(_Out):
     leases: Count
     pending_writes: Count
     drives: list[Drive]
+    problems: list[Problem] = Field(description="What keeps it from doing all that it should.")
     target: Target
     read_bytes: Count = Field(description="What hosts read at the target since it started.")
     written_bytes: Count = Field(description="What hosts wrote at the target since it started.")
@@ -286,14 +289,19 @@ class Health(_Out):
 
 
 class Problem(_Out):
-    """Something that keeps the node from serving."""
+    """Something that keeps the node from doing all that it should."""
 
-    part: Literal["target", "metadata", "volumes"]
+    part: Literal["target", "metadata", "drives"]
     reason: str
+    affects: Literal["all", "writes", "some"] = Field(
+        description="`all`: nothing is read or written; `writes`: nothing new is stored; `some`: one drive's blocks."
+    )
 
 
 class Ready(_Out):
-    """Whether the node can serve."""
+    """Whether the node can serve. It is ready while it reads; what is degraded stands in `problems`."""
 
     ready: bool
+    reads: bool
+    writes: bool
     problems: list[Problem]

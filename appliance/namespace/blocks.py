@@ -18,7 +18,7 @@ import logging
 import struct
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from forebay.appliance.namespace.events import EventLog, Waiters
 from forebay.appliance.namespace.eviction import EvictionPolicy
 from forebay.appliance.namespace.quarantine import Quarantined
 from forebay.appliance.namespace.records import PINNED, Record
+from forebay.appliance.namespace.reserve import Reserve
 from forebay.appliance.namespace.sessions import Lease, Session, SessionState
 from forebay.appliance.namespace.space import Space
 from forebay.appliance.namespace.store import Op, Store
@@ -110,6 +111,7 @@ class Engine:
     events: EventLog
     waiters: Waiters
     counters: Counter[str]
+    reserve: Reserve = field(default_factory=Reserve)
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,9 +521,10 @@ class Blocks:
     def _free_retired(self, rows: Rows) -> None:
         """Free those of ``rows`` that are retired, durably deleted and not leased."""
         index = self._e.index
-        rows = np.unique(rows)
         over = rows[(index.state[rows] == RowState.RETIRED) & (index.leases[rows] == 0)]
-        over = np.array([r for r in over.tolist() if r not in self._undurable], dtype=np.int64)
+        if not over.size:  # as mostly
+            return
+        over = np.array([r for r in np.unique(over).tolist() if r not in self._undurable], dtype=np.int64)
         if not over.size:
             return
         columns = (index.volume[over], index.offset[over], index.length[over], index.scope[over])

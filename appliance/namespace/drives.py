@@ -90,7 +90,8 @@ class NodeDrives:
         self._files: dict[str, LabelledVolumes] = {}
         self._watched = {name: _Watched() for name in engine.space.drives}
         # a thread each: one that waits for a drive keeps nobody from looking at the others
-        self._threads = ThreadPoolExecutor(max(1, len(self._watched)), thread_name_prefix="forebay-drive")
+        self._threads = ThreadPoolExecutor(1 + len(self._watched), thread_name_prefix="forebay-drive")
+        self._reserve_looking: Future[None] | None = None
         self.reconcile: Callable[[], Awaitable[object]] = self._reconcile_volumes
         """Makes the target serve `Space.specs` and nothing else; whoever calls holds ``changing``."""
         self.doom: Callable[[Collection[VolumeId]], None] = lambda volumes: None
@@ -295,12 +296,21 @@ class NodeDrives:
 
     async def look(self) -> None:
         """Look at every drive: which are lost, which are back. Called every second or so."""
+        self._look_at_reserve()
         await self._count_errors()
         for name, drive in self._e.space.drives.items():
             found = self._ask(drive, self._watched[name])
             if found is not None:
                 await self._judge(drive, self._watched[name], found)
             self._tell_of(drive, self._watched[name])
+
+    def _look_at_reserve(self) -> None:
+        asked = self._reserve_looking
+        if asked is not None and not asked.done():
+            return
+        if asked is not None and (error := asked.exception()) is not None:
+            _log.warning("the room that metadata have is not known: %s", error)
+        self._reserve_looking = self._threads.submit(self._e.reserve.look)
 
     async def _count_errors(self) -> None:
         """Doubt the drives of which the target failed to read or write something since the last time."""

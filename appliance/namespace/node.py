@@ -34,6 +34,7 @@ from forebay.appliance.namespace.events import EventLog, Waiters
 from forebay.appliance.namespace.eviction import Lru
 from forebay.appliance.namespace.meta import NodeMeta
 from forebay.appliance.namespace.recovery import Recovered, recover
+from forebay.appliance.namespace.reserve import Reserve
 from forebay.appliance.namespace.room import Room, Watermarks
 from forebay.appliance.namespace.scrub import Scrubber, ScrubLimits
 from forebay.appliance.namespace.sessions import Session, SessionState, SessionTable
@@ -123,6 +124,7 @@ class Node:
         clock: Clock,
         random: Callable[[int], bytes],
         checkpoint: Path | None = None,
+        reserve: Reserve | None = None,
     ) -> Node:
         """Bring a node up: a new incarnation, hosts of earlier ones torn down, volumes checked, the index built.
 
@@ -134,7 +136,7 @@ class Node:
         engine = Engine(
             store=store,
             target=target,
-            space=Space(store, target, drives, limits.region_bytes),
+            space=Space(store, target, drives, limits.region_bytes, reserve),
             index=BlockIndex(meta.secret, limits.max_blocks),
             changes=ChangeLog(store),
             clock=clock,
@@ -143,6 +145,7 @@ class Node:
             events=EventLog(meta.incarnation),
             waiters=Waiters(),
             counters=Counter(),
+            reserve=reserve or Reserve(),
         )
         node = cls(meta, engine, DesiredState(store), limits=limits, checkpoint=checkpoint)
         await node.drives.start()

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ from forebay.appliance.dataplane.extents import Adoption, ExtentMap, Region
 from forebay.appliance.dataplane.interface import Target, VolumeSpec
 from forebay.appliance.namespace.desired_state import Volume
 from forebay.appliance.namespace.quarantine import SHARE, Quarantine, Quarantined
+from forebay.appliance.namespace.reserve import Reserve
 from forebay.appliance.namespace.store import Op, Store
 from forebay.crashpoints import crash_point
 from forebay.errors import ForebayError, MetadataCorrupt, NoSpace, TargetFailed
@@ -88,9 +90,17 @@ class Drive:
 class Space:
     """The node's space. One event loop owns it; claims and releases are serialised."""
 
-    def __init__(self, store: Store, target: Target, drives: Iterable[Drive], region_bytes: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        target: Target,
+        drives: Iterable[Drive],
+        region_bytes: int,
+        reserve: Reserve | None = None,
+    ) -> None:
         self._store = store
         self._target = target
+        self._reserve = reserve or Reserve()
         self.drives = {drive.name: drive for drive in drives}
         self.region_bytes = region_bytes
         self.volumes: dict[VolumeId, Volume] = {}
@@ -303,7 +313,7 @@ class Space:
             for volume in sorted(mine, key=lambda v: -self.drives[v.drive].free_regions):
                 extents, drive = self.maps[volume.id], self.drives[volume.drive]
                 number = extents.unclaimed()
-                if number is None:
+                if number is None or not self._reserve.allows(Path(drive.path), self.region_bytes):
                     continue
                 key = _REGION_KEY.pack(volume.id, number)
                 drive.claimed_regions += 1

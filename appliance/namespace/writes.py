@@ -154,8 +154,9 @@ class Writes:
         it. A host that joins later may not write.
         """
         check_keys(keys, unique=True)
-        if self._e.store.problem is not None:
-            raise self._e.store.problem  # or blocks would be evicted for what cannot be committed
+        trouble = self._e.store.problem or self._e.reserve.problem
+        if trouble is not None:
+            raise trouble  # or blocks would be evicted for what cannot be committed
         layouts = [self._layout(session, key, value_bytes[i] if value_bytes else None) for i, key in enumerate(keys)]
         await self._blocks.retire_expired(session, keys)
         await self._blocks.retire_lost(session, keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = ["serve", "status"]
+
+_AFFECTED = {"all": "nothing is served", "writes": "nothing new is stored", "some": "some blocks"}
 
 
 @click.command(
@@ -127,9 +130,12 @@ def status(session: Session) -> int:
                 "free_bytes": d.free_bytes,
                 "io": d.io,
                 "quarantined_bytes": d.quarantined_bytes,
+                "state": d.state,
+                "reason": d.reason,
             }
             for d in info.drives
         ],
+        "problems": [asdict(problem) for problem in info.problems],
         "target": {
             "kind": info.target_kind,
             "pid": info.target_pid,
@@ -150,9 +156,16 @@ def status(session: Session) -> int:
             f"  index     {format_size(info.index_bytes)} of memory\n"
             f"  target    {info.target_kind}, pid {info.target_pid}: {', '.join(document['target']['capabilities'])}"
         )
+        for problem in info.problems:
+            out.print(
+                f"  DEGRADED  {_AFFECTED.get(problem.affects, problem.affects)}: {problem.reason}",
+                style="bold red",
+                soft_wrap=True,
+            )
         for drive in info.drives:
             free = f"{format_size(drive.free_bytes)} of {format_size(drive.capacity_bytes)} in free regions"
             lost = f", {format_size(drive.quarantined_bytes)} in quarantine" if drive.quarantined_bytes else ""
+            lost += f", {drive.state.replace('_', ' ').upper()}" if drive.state != "serving" else ""
             out.print(
                 f"  drive     {drive.name}: {drive.path}, {free}{f', {drive.io}' if drive.io else ''}{lost}",
                 soft_wrap=True,

@@ -1339,14 +1339,14 @@ class Event(_message.Message):
     VALUE_LENGTH_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     kind: _builtins.str
-    """stored | removed | cleared | generation | resync"""
+    """stored | removed | cleared | generation | degraded | restored | resync"""
     key: _builtins.bytes
     group: _builtins.int
     scope: _builtins.int
     generation: _builtins.int
     keyspace: _builtins.bytes
     reason: _builtins.str
-    """removed: deleted | evicted | bad | stale"""
+    """removed: deleted | evicted | bad | stale | expired | lost; degraded, restored: which drive"""
     describe: _builtins.bytes
     """CBOR of what the writer described"""
     value_length: _builtins.int
@@ -2047,6 +2047,8 @@ class DriveStatus(_message.Message):
     FREE_BYTES_FIELD_NUMBER: _builtins.int
     IO_FIELD_NUMBER: _builtins.int
     QUARANTINED_BYTES_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
     capacity_bytes: _builtins.int
@@ -2056,6 +2058,10 @@ class DriveStatus(_message.Message):
     """how the target moves its bytes: direct | buffered | mmap; empty: not told"""
     quarantined_bytes: _builtins.int
     """not used any more: see QuarantinedExtent"""
+    state: _builtins.str
+    """serving | read_only | away"""
+    reason: _builtins.str
+    """why it is not serving"""
     def __init__(
         self,
         *,
@@ -2065,14 +2071,45 @@ class DriveStatus(_message.Message):
         free_bytes: _builtins.int = ...,
         io: _builtins.str = ...,
         quarantined_bytes: _builtins.int = ...,
+        state: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "free_bytes", b"free_bytes", "io", b"io", "name", b"name", "path", b"path", "quarantined_bytes", b"quarantined_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "free_bytes", b"free_bytes", "io", b"io", "name", b"name", "path", b"path", "quarantined_bytes", b"quarantined_bytes", "reason", b"reason", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DriveStatus: _TypeAlias = DriveStatus  # noqa: Y015
+
+@_typing.final
+class NodeProblem(_message.Message):
+    """What keeps the node from doing all that it should."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    AFFECTS_FIELD_NUMBER: _builtins.int
+    part: _builtins.str
+    """metadata | drives"""
+    reason: _builtins.str
+    affects: _builtins.str
+    """all | writes | some: one drive's blocks"""
+    def __init__(
+        self,
+        *,
+        part: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        affects: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["affects", b"affects", "part", b"part", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeProblem: _TypeAlias = NodeProblem  # noqa: Y015
 
 @_typing.final
 class ListSessionsRequest(_message.Message):
@@ -2461,6 +2498,7 @@ class NodeStatusReply(_message.Message):
     READ_BYTES_FIELD_NUMBER: _builtins.int
     WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
     TARGET_RESTARTS_FIELD_NUMBER: _builtins.int
+    PROBLEMS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     version: _builtins.str
     incarnation: _builtins.int
@@ -2485,6 +2523,8 @@ class NodeStatusReply(_message.Message):
     def target_capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def problems(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeProblem]: ...
     def __init__(
         self,
         *,
@@ -2507,10 +2547,11 @@ class NodeStatusReply(_message.Message):
         read_bytes: _builtins.int = ...,
         written_bytes: _builtins.int = ...,
         target_restarts: _builtins.int = ...,
+        problems: _abc.Iterable[Global___NodeProblem] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "counters", b"counters", "drives", b"drives", "incarnation", b"incarnation", "index_bytes", b"index_bytes", "leases", b"leases", "node", b"node", "pending_writes", b"pending_writes", "read_bytes", b"read_bytes", "sessions", b"sessions", "target_capabilities", b"target_capabilities", "target_kind", b"target_kind", "target_pid", b"target_pid", "target_restarts", b"target_restarts", "uptime_ms", b"uptime_ms", "used_bytes", b"used_bytes", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "counters", b"counters", "drives", b"drives", "incarnation", b"incarnation", "index_bytes", b"index_bytes", "leases", b"leases", "node", b"node", "pending_writes", b"pending_writes", "problems", b"problems", "read_bytes", b"read_bytes", "sessions", b"sessions", "target_capabilities", b"target_capabilities", "target_kind", b"target_kind", "target_pid", b"target_pid", "target_restarts", b"target_restarts", "uptime_ms", b"uptime_ms", "used_bytes", b"used_bytes", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,14 +8,17 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from forebay.appliance.control.health import Health, Problem
+from forebay.appliance.control.health import Health
+from forebay.appliance.namespace.problems import Problem
+from forebay.appliance.namespace.reserve import Reserve
+from forebay.appliance.namespace.space import Drive
 from forebay.appliance.namespace.store import MemoryStore
 from forebay.clock import SystemClock
 from forebay.errors import Unavailable
 from tests.appliance.http.conftest import NodeMaker, eventually
 
 
-def test_a_node_is_ready_while_its_target_answers_and_its_volumes_are_there(start: NodeMaker) -> None:
+def test_a_node_is_ready_while_its_target_answers_and_its_drive_is_there(start: NodeMaker) -> None:
     node = start('[target]\nrpc_timeout = "1s"\n')
 
     client = httpx.Client(base_url=node.url, timeout=30, trust_env=False)
@@ -25,7 +28,7 @@ def test_a_node_is_ready_while_its_target_answers_and_its_volumes_are_there(star
         answer = ask("/readyz")
         body = answer.json()
         assert answer.status_code == (200 if body["ready"] else 503)
-        assert body["ready"] is (not body["problems"])
+        assert body["ready"] is body["reads"] is body["writes"] is (not body["problems"])
         assert all(problem["reason"] for problem in body["problems"])
         return {problem["part"] for problem in body["problems"]}
 
@@ -42,7 +45,7 @@ def test_a_node_is_ready_while_its_target_answers_and_its_volumes_are_there(star
     volume = max(files, key=lambda path: path.stat().st_size)
     hidden = volume.with_name("hidden")
     volume.rename(hidden)
-    eventually(lambda: parts() == {"volumes"}, "the volume is missed")
+    eventually(lambda: parts() == {"drives"}, "the volume is missed")
     hidden.rename(volume)
     eventually(lambda: parts() == set(), "ready once more")
     client.close()
@@ -62,7 +65,8 @@ class _Node:
         self.engine = self.target = self.space = self
         self.store = _Broken()
         self.clock = SystemClock()
-        self.specs: dict[int, Any] = {}
+        self.drives = {"drive0": Drive("drive0", "/d", 1)}
+        self.reserve = Reserve()
 
     async def info(self) -> None:
         return None
@@ -74,5 +78,5 @@ def test_metadata_that_cannot_be_written_is_told(serving: bool) -> None:
         return await Health(cast(Any, _Node()), lambda: serving).problems()
 
     found = {problem.part: problem for problem in asyncio.run(ask())}
-    assert found.pop("metadata") == Problem("metadata", "metadata cannot be written: no space")
+    assert found.pop("metadata") == Problem("metadata", "metadata cannot be written: no space", "writes")
     assert found.keys() == (set() if serving else {"target"})

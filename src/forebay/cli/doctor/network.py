@@ -119,6 +119,10 @@ def check_node(session: Session) -> Iterator[Finding]:
             status = admin.status()
         yield ok("node", f"{status.node} at {url}, up {format_duration(status.uptime_ms)}")
         yield _skew(status.version)
+        for problem in status.problems:
+            yield (warn if problem.affects == "some" else fail)(
+                problem.part, problem.reason, "docs/administration.md, Full disks and failing drives"
+            )
         if status.target_restarts:
             yield warn(
                 "target",

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -81,6 +82,7 @@ def _document(now: Look, rates: Rates) -> dict[str, Any]:
         "leases": status.leases,
         "pending_writes": status.pending_writes,
         "target_restarts": status.target_restarts,
+        "problems": [asdict(problem) for problem in status.problems],
         "namespaces": [
             {
                 "name": n.name,

@@ -51,6 +51,16 @@ def _namespace(info: NamespaceInfo, capacity_bytes: int) -> Text:
     return line
 
 
+def _state(now: Look) -> Text:
+    """What is degraded, or an empty line."""
+    problems = now.status.problems
+    if not problems:
+        return Text()
+    more = f" (and {len(problems) - 1} more: forebay status)" if len(problems) > 1 else ""
+    told, room = f"degraded: {problems[0].reason}", _WIDTH - len(more)
+    return Text((told if len(told) <= room else told[: room - 1] + "…") + more, style="bold red")
+
+
 def frame(now: Look, rates: Rates, *, height: int, foot: str, trouble: str = "") -> Text:
     """What is drawn; ``trouble`` says why the figures are old. Never more than ``height`` lines."""
     status = now.status
@@ -62,7 +72,7 @@ def frame(now: Look, rates: Rates, *, height: int, foot: str, trouble: str = "")
             f"target {status.target_kind}, pid {status.target_pid}, replaced {status.target_restarts} times  "
             f"drives {', '.join(sorted({d.io for d in status.drives if d.io})) or '-'}"[:_WIDTH]
         ),
-        Text(),
+        _state(now),
         Text.assemble(
             "read  ",
             (f"{rates.read_bytes / 1e9:7.2f} GB/s", "bold cyan"),
