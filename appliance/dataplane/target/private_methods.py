@@ -200,5 +200,5 @@ def _barrier(volume: Volume) -> Any:
             volume.flush()
         except OSError as error:
             log.error("%s: barrier: %s", volume.name, error)
-            return {"result": "unknown"}
+            raise  # not "unknown", which a target answers that cannot know: what was written is lost perhaps
     return {"result": "flushed"}

@@ -406,9 +406,9 @@ def test_barrier(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(5, "EIO")
 
     monkeypatch.setattr(os, "fdatasync", failing)
-    assert control.client.forebay_barrier(name="v") == {"result": "unknown"}
+    assert control.error("forebay_barrier", name="v") == (-5, "Input/output error")
     monkeypatch.setattr(os, "fdatasync", real)
-    assert control.client.forebay_barrier(name="v") == {"result": "unknown"}, "one lost flush is never forgotten"
+    assert control.error("forebay_barrier", name="v") == (-5, "Input/output error"), "it is never forgotten"
 
 
 def test_a_volume_is_not_closed_under_a_control_operation(control: Control) -> None:

@@ -139,7 +139,7 @@ def test_a_revocation_waits_in_the_same_way(control: Control, monkeypatch: pytes
     assert control.client.forebay_get_info()["grants"] == 0
 
 
-def test_a_flush_that_fails_is_unknown_and_the_grants_are_gone(
+def test_a_flush_that_fails_is_an_error_and_the_grants_are_gone(
     control: Control, monkeypatch: pytest.MonkeyPatch, in_memory: bool
 ) -> None:
     port = control.serve()
@@ -150,10 +150,10 @@ def test_a_flush_that_fails_is_unknown_and_the_grants_are_gone(
     monkeypatch.setattr(os, "fdatasync", failing)
     with Association(port, NQN) as host:
         control.client.forebay_grants_add(**GRANTS)
-        assert control.client.forebay_seal(ids=[1, 2], name="v") == {"result": "unknown"}
+        assert control.error("forebay_seal", ids=[1, 2], name="v") == (-5, "Input/output error")
         assert host.io[0].write(0, DATA).status == Status.ACCESS_DENIED
     monkeypatch.undo()
-    assert control.client.forebay_seal(ids=[], name="v") == {"result": "unknown"}, "one lost flush is never forgotten"
+    assert control.error("forebay_seal", ids=[], name="v") == (-5, "Input/output error"), "it is never forgotten"
 
 
 def test_what_cannot_be_sealed_is_refused_and_changes_nothing(control: Control) -> None:
