@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from forebay.appliance.namespace.store import Op, Store
-from forebay.ids import StoredKey
+from forebay.errors import MetadataCorrupt
+from forebay.ids import STORED_PREFIX, StoredKey
 
 __all__ = ["ChangeLog"]
 
 _BASE = b"change_base"
+_KEY_BYTES = 8
 
 
 class ChangeLog:
@@ -22,7 +24,10 @@ class ChangeLog:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.base = int.from_bytes(store.get("meta", _BASE) or b"", "big")
+        base = store.get("meta", _BASE) or bytes(_KEY_BYTES)
+        if len(base) != _KEY_BYTES:
+            raise MetadataCorrupt(f"the base of the change log has {len(base)} bytes", field="meta.change_base")
+        self.base = int.from_bytes(base, "big")
         """Entries up to this number are forgotten: a checkpoint that is not whole up to here is of no use."""
         self.last = max([self.base, *(number for number, _ in self.after(self.base))])
         self._open: dict[int, int] = {}  # first number of a batch -> its last
@@ -51,8 +56,10 @@ class ChangeLog:
         self.last = max(self.last, number)
 
     def after(self, number: int) -> Iterator[tuple[int, StoredKey]]:
-        """Logged changes above ``number``, in order."""
+        """Logged changes above ``number``, in order. Raises `MetadataCorrupt`."""
         for key, stored in self._store.scan("changes", start=_key(number + 1)):
+            if len(key) != _KEY_BYTES or len(stored) <= STORED_PREFIX.size:
+                raise MetadataCorrupt(f"the change {key.hex()} does not decode", field="changes")
             yield int.from_bytes(key, "big"), StoredKey(stored)
 
     async def forget(self, number: int) -> None:
@@ -63,4 +70,4 @@ class ChangeLog:
 
 
 def _key(number: int) -> bytes:
-    return number.to_bytes(8, "big")
+    return number.to_bytes(_KEY_BYTES, "big")

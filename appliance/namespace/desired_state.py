@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar, get_origin, get_type_hints
+from uuid import UUID
 
 import cbor2
 
@@ -176,6 +177,8 @@ class _Table(Generic[_R]):
                 grants = [{k: _frozen(c) for k, c in g.items()} for g in raw.get("grants", ())]
                 values["grants"] = tuple(_typed(Grant(**g)) for g in grants)
             row = _typed(self._row(**values))
+            if isinstance(row, Volume) and not (UUID(row.uuid) and row.regions):
+                raise ValueError(f"a volume of {row.regions} regions")
             if self._prefix + row.key.encode() != key:
                 raise ValueError(f"it is the record of {row.key!r}")
             return row

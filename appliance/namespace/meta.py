@@ -63,8 +63,11 @@ class NodeMeta:
         version, node, secret, region = (raw.get(name) for name in ("v", "node", "secret", "region"))
         if isinstance(version, int) and version > FORMAT:
             raise DataDirNewer(f"metadata has format {version}", field="meta.format", limit=FORMAT)
-        sound = isinstance(node, bytes) and len(node) == 16 and isinstance(secret, bytes) and len(secret) == 32
-        if not sound or not isinstance(version, int):
+        if (
+            not isinstance(version, int)
+            or not (isinstance(node, bytes) and len(node) == 16)
+            or not (isinstance(secret, bytes) and len(secret) == 32)
+        ):
             raise MetadataCorrupt("the format record has a field out of range", field="meta.format")
         if region != region_bytes:
             raise ConfigInvalid(

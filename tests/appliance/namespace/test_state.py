@@ -51,9 +51,10 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 # ------------------------------------------------------------------------------------------------ desired state
 
+DRIVE = "0f0f0f0f-1111-2222-3333-444444444444"
 ROWS: list[tuple[str, Any]] = [
     ("namespaces", Namespace(3, "t", "n", 5, 6, 1, "none", 7, 8, 9, deleting=True)),
-    ("volumes", Volume(VolumeId(4), 3, "drive0", 1, "u", "g", 12)),
+    ("volumes", Volume(VolumeId(4), 3, "drive0", 1, DRIVE, "g", 12)),
     (
         "principals",
         Principal("p", b"\0" * 32, 5, True, (Grant("t/n", ("read", "pin"), ("a",)), Grant("*", ("write",)))),
@@ -311,9 +312,6 @@ def test_a_batch_is_used_in_its_order() -> None:
 def counting() -> Any:
     numbers = itertools.count(1)
     return lambda size: next(numbers).to_bytes(1, "big") * size
-
-
-DRIVE = "0f0f0f0f-1111-2222-3333-444444444444"
 
 
 @pytest.mark.parametrize(
