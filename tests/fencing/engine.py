@@ -8,22 +8,25 @@ switched: then it is not put forward. With ``checksum`` it believes any bytes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from forebay.client import Client, ClientOptions, NvmeTcpOptions, WritePlan
 from forebay.client import reader as reader_module
-from forebay.client.session import Opening, Session, nvme_tcp
+from forebay.client.session import Opening, Session, TransportFactory, nvme_tcp
 from forebay.client.transports.base import Outcome, ReadOp, Transport, TransportState, WriteOp
 from forebay.client.transports.controller import SubsystemAddress
 from forebay.clock import Clock, SystemClock
-from forebay.ids import HostIdentity
+from forebay.ids import LBA_BYTES, HostIdentity
 from forebay.schema import Schema
 from tests.fencing.switches import ahead_ms, on
 
@@ -42,6 +45,11 @@ class Engine:
     ) -> None:
         """Become a client, in place of what it was, that finds the target on this port."""
         self.say("open", url, token, port, join.hex(), (schema or Schema.opaque()).cbor.hex(), options)
+        self.until("open")
+
+    def open_freely(self, url: str, token: str, port: int, namespace: str) -> None:
+        """Become a client that stops nowhere."""
+        self.say("open freely", url, token, port, namespace)
         self.until("open")
 
     def say(self, *words: object) -> None:
@@ -143,27 +151,70 @@ def _judge(
 _verdict = reader_module.verdict
 
 
-def _open(url: str, token: str, port: int, join: str, schema: str, options: dict[str, Any]) -> Client:
+def _by(port: int) -> TransportFactory:
+    """To a target that is found on this port."""
+
     def way(
         subsystem: SubsystemAddress, host: HostIdentity, nguids: Mapping[int, str], chosen: ClientOptions, clock: Clock
     ) -> Transport:
-        return _Stopping(nvme_tcp(replace(subsystem, port=port), host, nguids, chosen, clock))
+        return nvme_tcp(replace(subsystem, port=port), host, nguids, chosen, clock)
 
+    return way
+
+
+def _open(url: str, token: str, port: int, join: str, schema: str, options: dict[str, Any]) -> Client:
     opening = Opening("default/default", Schema.from_cbor(bytes.fromhex(schema)), 0, join=bytes.fromhex(join))
     chosen = ClientOptions(deadline_ms=300_000, nvme_tcp=NvmeTcpOptions(connections=1, backoff_ms=(1, 1)), **options)
-    return Client(url, opening, token=token, options=chosen, clock=_FollowingClock(), transport=way)
+    way = _by(port)
+    keep = Session._keep
+    # nobody keeps the session, or opens another: what follows is tried with the rights that it had
+    Session._keep = lambda self: None  # type: ignore[method-assign]
+    try:
+        return Client(
+            url,
+            opening,
+            token=token,
+            options=chosen,
+            clock=_FollowingClock(),
+            transport=lambda *given: _Stopping(way(*given)),
+        )
+    finally:
+        Session._keep = keep  # type: ignore[method-assign]
+
+
+def _race(client: Client, seed: int, rounds: int, keys: int, acts: Sequence[str]) -> Counter[str]:
+    """Get, put and delete the same blocks as others do, where not all have room; what became of the gets."""
+    chosen, seen = random.Random(seed), Counter[str]()
+    for _ in range(rounds):
+        key = b"%d" % chosen.randrange(keys)
+        value = hashlib.shake_128(key).digest(LBA_BYTES)
+        what = chosen.choice(acts)
+        if what == "put":
+            client.put([key], [value])
+        elif what == "delete":
+            client.delete([key])
+        else:
+            (read,) = client.get([key])
+            seen["wrong" if read.value is not None and bytes(read.value) != value else read.reason] += 1
+    return seen
 
 
 def _main() -> None:
     reader_module.verdict = _judge
-    # nobody keeps the session, or opens another: what follows is tried with the rights that it had
-    Session._keep = lambda self: None  # type: ignore[method-assign]
     clients: list[Client] = []
     for line in sys.stdin:
         verb, *words = json.loads(line)
         if verb == "open":
             clients.append(_open(*words))
             print("open", flush=True)
+        elif verb == "open freely":
+            url, token, port, namespace = words
+            opening = Opening(namespace, Schema.opaque(), 0)
+            options = ClientOptions(deadline_ms=60_000)
+            clients.append(Client(url, opening, token=token, options=options, transport=_by(port)))
+            print("open", flush=True)
+        elif verb == "race":
+            print(json.dumps(_race(clients[-1], *words)), flush=True)
         elif verb == "get":
             (read,) = clients[-1].get([words[0].encode()])
             print(read.reason, bytes(read.value or b"").hex(), flush=True)

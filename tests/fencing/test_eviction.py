@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
 
 from forebay.client import Admin
 from tests.fencing.conftest import PRODUCT, Node, Out, got, out
+from tests.fencing.engine import Engine
 from tests.fencing.wire import COMMAND_BYTES, Wire
 
 BLOCKS = 4
 """So many blocks of 4 KiB fill the namespace."""
+SEED = int(os.environ.get("FOREBAY_TEST_SEED", "7"))
 FRESH = b"\xbb" * 4096
 
 
@@ -80,3 +85,33 @@ def test_a_leased_block_that_is_deleted(node: Node, wire: Wire, full: str, remov
             present = writer.match([b"leased"]).present[0]
             wire.deliver("out")
             assert Seen(present, reading.result(60)) == seen
+
+
+@pytest.mark.parametrize(
+    ("removed", "lost"),
+    [
+        pytest.param(PRODUCT, False, id="product"),
+        pytest.param(out("evict-leased", "free-leased"), True, id="neither"),
+    ],
+)
+def test_processes_that_take_each_others_places(node: Node, full: str, removed: Out, lost: bool) -> None:
+    """A get is a hit with the right bytes, or the block is absent: nothing that was found is lost under its reader.
+
+    Without the defences blocks are lost so; the checksum still keeps their bytes from the reader.
+    """
+    seen = Counter[str]()
+    with Wire(node.nvme_port, delay_s=0.02, seed=SEED) as slow, ExitStack() as stack:
+        engines = [stack.enter_context(Engine()) for _ in range(3)]
+        acts = (["get"], *[["put", "put", "put", "delete"]] * 2)
+        for engine, port in zip(engines, (slow.port, node.nvme_port, node.nvme_port), strict=True):
+            engine.open_freely(node.url, node.token, port, full)
+        for turn in range(1 if not lost else 20):
+            for number, (engine, act) in enumerate(zip(engines, acts, strict=True)):
+                engine.say("race", SEED + 10 * turn + number, 60 if act == ["get"] else 240, BLOCKS + 2, act)
+            for engine in engines:
+                seen += Counter(json.loads(engine.hear()))
+            if seen["checksum_mismatch"]:
+                break
+    assert seen["wrong"] == 0 and seen["ok"] > 0
+    assert (seen["checksum_mismatch"] > 0) == lost
+    assert lost or seen.keys() <= {"ok", "absent"}, seen

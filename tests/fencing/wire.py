@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -49,10 +51,15 @@ class _Lane:
 
 
 class Wire:
-    """Stands between; clients reach the target on `port`. A context manager."""
+    """Stands between; clients reach the target on `port`. A context manager.
 
-    def __init__(self, target_port: int) -> None:
+    With a ``delay_s`` everything takes up to so long.
+    """
+
+    def __init__(self, target_port: int, *, delay_s: float = 0.0, seed: int = 0) -> None:
         self._target_port = target_port
+        self._delay_s = delay_s
+        self._random = random.Random(seed)
         self._changed = threading.Condition()
         self._lanes: dict[Way, list[_Lane]] = {"out": [], "back": []}
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -152,6 +159,7 @@ class Wire:
                 data = lane.source.recv(1 << 18)
             except OSError:
                 data = b""
+            time.sleep(self._random.random() * self._delay_s)
             with lane.lock:
                 lane.kept += data
                 lane.over = not data
