@@ -108,7 +108,7 @@ class SessionView:
 
 @dataclass(frozen=True, slots=True)
 class QuarantineView:
-    """An extent that nobody gets: ``reason`` is ``checksum`` or ``read_error``."""
+    """An extent that nobody gets: ``reason`` is ``checksum``, ``read_error`` or ``write_error``."""
 
     volume: int
     offset_bytes: int

@@ -233,7 +233,9 @@ class QuarantinedExtent(_Out):
     length_bytes: Count
     namespace: str = Field(description="`tenant/name` that the volume belongs to.")
     drive: str
-    reason: Literal["checksum", "read_error"] = Field(description="Other bytes, or none at all.")
+    reason: Literal["checksum", "read_error", "write_error"] = Field(
+        description="Other bytes than were stored, none at all, or none could be stored."
+    )
     since_unix_ms: Count
 
 

@@ -21,6 +21,7 @@ from forebay.appliance.dataplane.interface import (
     IoStats,
     Target,
     TargetInfo,
+    VolumeErrors,
     VolumeSpec,
     WriteGrant,
 )
@@ -357,13 +358,28 @@ class EmbeddedTarget(Target):
         except (KeyError, TypeError, ZeroDivisionError) as error:
             raise ProtocolError(f"bdev_get_iostat: {error!r} in the answer") from error
 
-    async def volume_errors(self) -> dict[VolumeId, int]:
+    async def volume_errors(self) -> dict[VolumeId, VolumeErrors]:
         found = await self._rpc.call("bdev_get_iostat")
         try:
-            errors = {one["name"]: int(one["io_error"].get("failed", 0)) for one in found["bdevs"]}
+            errors = {
+                one["name"]: VolumeErrors(*(int(one["io_error"].get(kind, 0)) for kind in ("failed", "no_space")))
+                for one in found["bdevs"]
+            }
             return {volume: errors[spec.bdev] for volume, spec in self._volumes.items() if spec.bdev in errors}
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"bdev_get_iostat: {error!r} in the answer") from error
+
+    async def failed_writes(self, grants: Sequence[GrantId]) -> set[GrantId]:
+        failed: set[GrantId] = set()
+        for part in _parts(grants):
+            try:
+                answer = await self._rpc.call("forebay_grants_failed", {"ids": part})
+                failed |= {GrantId(int(one)) for one in answer["failed"]}
+            except (TargetFailed, TargetRefused):
+                return failed  # a target that an older daemon started does not tell
+            except (KeyError, TypeError, ValueError) as error:
+                raise ProtocolError(f"forebay_grants_failed: {error!r} in the answer") from error
+        return failed
 
     async def volume_io(self) -> dict[VolumeId, str]:
         found = await self._rpc.call("bdev_get_bdevs")

@@ -23,6 +23,7 @@ __all__ = [
     "IoStats",
     "Target",
     "TargetInfo",
+    "VolumeErrors",
     "VolumeSpec",
     "WriteGrant",
 ]
@@ -121,6 +122,14 @@ class IoStats:
     write_us: int
 
 
+@dataclass(frozen=True, slots=True)
+class VolumeErrors:
+    """Errors of a volume's drive since the target opened it; ``no_space`` are those of them that say it is full."""
+
+    failed: int
+    no_space: int = 0
+
+
 class Target(ABC):
     """One running target process."""
 
@@ -204,9 +213,16 @@ class Target(ABC):
     async def io_stats(self) -> IoStats:
         """What the target has read and written so far."""
 
-    async def volume_errors(self) -> dict[VolumeId, int]:
+    async def volume_errors(self) -> dict[VolumeId, VolumeErrors]:
         """How often each volume's drive refused or failed something. Empty if a target does not tell."""
         return {}
+
+    async def failed_writes(self, grants: Sequence[GrantId]) -> set[GrantId]:
+        """Those of the grants, revoked or not, under which the drive failed a write, each told once.
+
+        Not for want of space. Empty if a target does not tell.
+        """
+        return set()
 
     async def volume_io(self) -> dict[VolumeId, str]:
         """How each volume's bytes are moved: ``direct``, ``buffered`` or ``mmap``. Empty if a target does not tell."""

@@ -16,6 +16,7 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
@@ -33,7 +34,7 @@ from forebay.errors import MetadataCorrupt
 from forebay.ids import MAX_TILES
 from forebay.index import COLUMNS, BlockIndex, findable
 
-__all__ = ["FILE_NAME", "load_checkpoint", "save_checkpoint"]
+__all__ = ["FILE_NAME", "drop_unfinished", "load_checkpoint", "save_checkpoint"]
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +92,12 @@ async def save_checkpoint(engine: Engine, path: Path, node_id: bytes, delete_fai
     crash_point("checkpoint.after_rename_before_forget")
     await engine.changes.forget(change)
     return True
+
+
+def drop_unfinished(path: Path) -> None:
+    """Remove what a `save_checkpoint` that failed has left."""
+    with suppress(OSError):
+        path.with_name(path.name + ".new").unlink(missing_ok=True)
 
 
 def _read_part(file: IO[bytes], most_bytes: int) -> bytes:

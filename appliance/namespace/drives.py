@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from forebay.appliance.dataplane.block_volumes import is_device
-from forebay.appliance.dataplane.interface import VolumeSpec
+from forebay.appliance.dataplane.interface import VolumeErrors, VolumeSpec
 from forebay.appliance.dataplane.labels import LabelledVolumes, VolumeLabel, translated, volume_size_bytes
 from forebay.appliance.dataplane.volumes import open_drive, volumes_on
 from forebay.appliance.namespace.blocks import Engine
@@ -68,12 +68,14 @@ class _Look:
 class _Watched:
     """What is remembered between two looks."""
 
-    errors: dict[VolumeId, int] = field(default_factory=dict)
+    errors: dict[VolumeId, VolumeErrors] = field(default_factory=dict)
     looking: Future[_Look] | None = None
     looking_since_ms: int = 0
     again_ms: int = 0
     wait_ms: int = _AGAIN_MS
     told: DriveState = DriveState.SERVING
+    starved: bool = False
+    """It came to want space for what it had promised to hold."""
 
 
 class NodeDrives:
@@ -322,11 +324,18 @@ class NodeDrives:
             known = self._e.space.volumes.get(volume)
             if known is None:
                 continue
-            before = self._watched[known.drive].errors
-            if count > before.get(volume, 0):
-                self._e.space.drives[known.drive].doubted = True
-                self._e.counters[f"drive_errors_{known.drive}"] += count - before.get(volume, 0)
-            before[volume] = count
+            before = self._watched[known.drive].errors.get(volume, VolumeErrors(0))
+            self._watched[known.drive].errors[volume] = count
+            drive = self._e.space.drives[known.drive]
+            if count.failed > before.failed:
+                drive.doubted = True
+                self._e.counters[f"drive_errors_{known.drive}"] += count.failed - before.failed
+            if count.no_space > before.no_space:
+                # not even what was promised can be written
+                self._watched[known.drive].starved = True
+                self._e.space.drive_failed(
+                    volume, NoSpace(f"{drive.path} has no space left for what is there: free some on its file system")
+                )
 
     def _ask(self, drive: Drive, watched: _Watched) -> _Look | None:
         """The answer of the look that was begun, if there is one, and a new one begun if it is time."""
@@ -361,8 +370,10 @@ class NodeDrives:
             if any(self._lacks_volume(n, drive) for n in self._state.namespaces) and not drive.full:
                 async with self._changing:
                     await self._complete()
-        elif found.state is DriveState.SERVING:
+        elif found.state is DriveState.SERVING and not (watched.starved and found.free_bytes == 0):
             await self._bring_back(drive, watched)
+        elif found.state is DriveState.SERVING:
+            self._later(watched)
         elif drive.state is DriveState.AWAY:
             drive.reason = found.reason  # nothing of it is served; a read-only one cannot be taken into service
             self._later(watched)
@@ -442,7 +453,7 @@ class NodeDrives:
                 self._later(watched)
                 return
             drive.state, drive.reason, drive.doubted, drive.full = DriveState.SERVING, "", False, False
-            watched.wait_ms = _AGAIN_MS
+            watched.wait_ms, watched.starved = _AGAIN_MS, False
             space.note_away()
             doubtful = self._doubt(drive)
             _log.warning("drive %s is back: %d blocks to verify", name, doubtful)

@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from forebay.appliance.dataplane.interface import Barrier, EndpointInfo, HostView, Target, VolumeSpec
+from forebay.appliance.dataplane.labels import translated
 from forebay.appliance.namespace.acl import Access, Acl
 from forebay.appliance.namespace.blocks import Blocks, Engine
 from forebay.appliance.namespace.changes import ChangeLog
-from forebay.appliance.namespace.checkpoint import save_checkpoint
+from forebay.appliance.namespace.checkpoint import drop_unfinished, save_checkpoint
 from forebay.appliance.namespace.desired_state import (
     DesiredState,
     Eviction,
@@ -470,9 +471,15 @@ class Node:
         if self._checkpoint is None or changes.settled - self._checkpointed < least_changes:
             return False
         at = changes.settled
-        saved = await save_checkpoint(
-            self.engine, self._checkpoint, self.meta.node_id, lambda: self.blocks.delete_failed
-        )
+        saved = False
+        try:
+            with translated(f"checkpoint {self._checkpoint}"):
+                saved = await save_checkpoint(
+                    self.engine, self._checkpoint, self.meta.node_id, lambda: self.blocks.delete_failed
+                )
+        except ForebayError:
+            drop_unfinished(self._checkpoint)  # it may be what fills the drive
+            raise
         if saved:
             self._checkpointed = at
         return saved

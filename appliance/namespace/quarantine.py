@@ -33,7 +33,7 @@ SHARE = 64
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """One extent. ``reason``: ``checksum`` (not the bytes that were stored) or ``read_error`` (none at all)."""
+    """One extent. ``reason``: ``checksum`` (other bytes than were stored), ``read_error`` or ``write_error``."""
 
     extent: Extent
     reason: str

@@ -101,6 +101,8 @@ class PendingWrite:
     """Its bytes are in doubt: it is never committed."""
     fenced: bool = False
     """No host can write to its extent any more."""
+    failed: bool = False
+    """The drive failed a write to its extent."""
     state: WriteState = WriteState.ALLOCATING
     done: asyncio.Future[int] | None = None
     """Result of the commit that is under way: 0 or an error code."""

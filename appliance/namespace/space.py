@@ -176,6 +176,21 @@ class Space:
             self.drives[found.drive].failed(error)
             self.note_away()
 
+    def in_doubt(self, volume: VolumeId) -> bool:
+        """Whether a closer look at the drive of a volume is due."""
+        found = self.volumes.get(volume)
+        return found is not None and self.drives[found.drive].doubted
+
+    def doubt(self, volume: VolumeId) -> None:
+        """Have a closer look at the drive of a volume."""
+        if (found := self.volumes.get(volume)) is not None:
+            self.drives[found.drive].doubted = True
+
+    def is_writable(self, volume: VolumeId) -> bool:
+        """Whether new blocks can be written to a volume."""
+        found = self.volumes.get(volume)
+        return found is not None and self.drives[found.drive].writable
+
     def is_away(self, volumes: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
         """Which of these volumes nobody can read."""
         return np.isin(volumes, self.away)

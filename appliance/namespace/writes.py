@@ -29,6 +29,7 @@ import numpy as np
 from forebay.appliance.dataplane.extents import slot_class_bytes
 from forebay.appliance.dataplane.interface import Barrier, Target, VolumeSpec, WriteGrant
 from forebay.appliance.namespace.blocks import Blocks, Engine, owner_key
+from forebay.appliance.namespace.quarantine import Quarantined
 from forebay.appliance.namespace.records import FLUSHED, Durability, Record
 from forebay.appliance.namespace.room import Room
 from forebay.appliance.namespace.sessions import PendingWrite, Session, SessionState, WriteState
@@ -42,7 +43,6 @@ from forebay.errors import (
     GridInvalid,
     InvalidArgument,
     NoSpace,
-    NotFound,
     Pending,
     SessionExpired,
     StaleGeneration,
@@ -439,7 +439,7 @@ class Writes:
             try:
                 if await shared.wait(_grants(writes)) is Barrier.FLUSHED:
                     flushed.add(volume)
-            except (NoSpace, NotFound, TargetFailed) as error:
+            except (NoSpace, TargetFailed) as error:
                 # what was written before is lost perhaps, and no later flush would say so
                 self.doom(writes)
                 self._e.space.drive_failed(volume, error)
@@ -481,7 +481,13 @@ class Writes:
                 await self._e.target.teardown_host(host)
             for write in writes:
                 write.fenced = True
+            await self._note_failed(writes)
+            held = [w for w in writes if w.failed and self._e.space.in_doubt(cast(Extent, w.extent).volume)]
+            for write in held:  # is it the place or the drive? the next sweep knows
+                write.state, write.deadline_ms = WriteState.WRITING, 0
+            writes = [w for w in writes if w not in held]
             await self._unrecord([w for w in writes if w.recorded])
+            await self._keep_bad_places(writes)
         except BaseException:
             for write in writes:
                 write.state, write.deadline_ms = WriteState.WRITING, 0
@@ -489,6 +495,30 @@ class Writes:
         for write in writes:
             self._free(write)
         self._e.counters["aborted_blocks"] += len(writes)
+
+    async def _note_failed(self, writes: Sequence[PendingWrite]) -> None:
+        """Ask the target where the drive failed to write."""
+        failed = await self._e.target.failed_writes(_grants(writes))
+        for write in writes:
+            if write.grant in failed and write.extent is not None:
+                write.failed = True
+                self._e.space.doubt(write.extent.volume)
+
+    async def _keep_bad_places(self, writes: Sequence[PendingWrite]) -> None:
+        """Put extents into quarantine that a drive could not write, though it can write elsewhere."""
+        space = self._e.space
+        entries: list[Quarantined] = []
+        for write in writes:
+            extent = cast(Extent, write.extent)
+            if write.failed and space.is_writable(extent.volume):
+                kept = sum(e.extent.length_bytes for e in entries if e.extent.volume == extent.volume)
+                if extent.length_bytes + kept <= space.quarantine_left_bytes(extent.volume):
+                    entries.append(Quarantined(extent, "write_error", self._e.clock.wall_ms()))
+        if entries:
+            await self._e.store.write([space.quarantine.put(entry) for entry in entries])
+            for entry in entries:
+                space.quarantine.hold(entry)
+            self._e.counters["quarantined_extents"] += len(entries)
 
     async def _unrecord(self, writes: Sequence[PendingWrite]) -> None:
         """Delete records that a failed commit may have left, before their extents can have another owner."""

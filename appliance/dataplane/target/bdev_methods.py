@@ -177,5 +177,5 @@ def _iostat(volume: Volume) -> dict[str, Any]:
         "num_unmap_ops": tally.unmaps,
         "unmap_latency_ticks": tally.unmap_ns,
         **dict.fromkeys(_NOT_MEASURED, 0),
-        "io_error": {"failed": tally.errors} if tally.errors else {},
+        "io_error": {"failed": tally.errors, "no_space": tally.no_space} if tally.errors else {},
     }

@@ -39,6 +39,8 @@ class Grant:
 
 
 _start = attrgetter("slba")
+_MOST_FAILED = 65_536
+"""What is remembered of failed writes that nobody asks for."""
 
 
 class GrantTable:
@@ -48,6 +50,7 @@ class GrantTable:
         self._changed = Condition()
         self._by_id: dict[int, Grant] = {}
         self._by_volume: dict[str, list[Grant]] = {}  # by slba; also revoked ones that still have writers
+        self._failed: dict[int, None] = {}  # grants under which the drive refused a write, the oldest first
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -111,6 +114,21 @@ class GrantTable:
                 grant.writers -= 1
                 if grant.revoked and not grant.writers:
                     self._changed.notify_all()
+
+    def note_failed(self, grants: Iterable[Grant]) -> None:
+        """The drive failed a write under these. See `take_failed`."""
+        with self._changed:
+            self._failed.update((grant.grant_id, None) for grant in grants)
+            while len(self._failed) > _MOST_FAILED:
+                del self._failed[next(iter(self._failed))]
+
+    def take_failed(self, grant_ids: Iterable[int]) -> list[int]:
+        """Those of the grants, revoked or not, under which the drive failed a write; each is told once."""
+        with self._changed:
+            failed = [grant_id for grant_id in grant_ids if grant_id in self._failed]
+            for grant_id in failed:
+                self._failed.pop(grant_id, None)
+            return failed
 
     def revoke(self, grant_ids: Iterable[int]) -> int:
         """End grants; returns when no write under them is under way, with how many there were. Unknown ids do nothing.

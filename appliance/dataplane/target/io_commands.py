@@ -45,11 +45,12 @@ _DATASET_DEALLOCATE: Final = 0x4
 """AD, dword 11 of Dataset Management. NVM §3.2.3."""
 _MAX_DATASET_BYTES: Final = MAX_DATASET_RANGES * spec.DATASET_RANGE.size
 _ACCESS_DENIED: Final = Status.ACCESS_DENIED | DNR
+_NO_SPACE: Final = Status.CAPACITY_EXCEEDED | DNR
+"""Space that was promised and is not there will not come back by trying again."""
 _MEDIA_STATUS: Final[dict[int, int]] = {
-    # Space that was promised and is not there will not come back by trying again.
-    errno.ENOSPC: Status.CAPACITY_EXCEEDED | DNR,
-    errno.EDQUOT: Status.CAPACITY_EXCEEDED | DNR,
-    errno.EFBIG: Status.CAPACITY_EXCEEDED | DNR,
+    errno.ENOSPC: _NO_SPACE,
+    errno.EDQUOT: _NO_SPACE,
+    errno.EFBIG: _NO_SPACE,
 }
 
 
@@ -180,8 +181,11 @@ class IoCommands:
 
     def _failed(self, volume: Volume, what: str, error: OSError, otherwise: int) -> int:
         log.error("%s: %s: %s", volume.name, what, error)
-        self._tally(volume).errors += 1
-        return _MEDIA_STATUS.get(error.errno or 0, otherwise)
+        status = _MEDIA_STATUS.get(error.errno or 0, otherwise)
+        tally = self._tally(volume)
+        tally.errors += 1
+        tally.no_space += status == _NO_SPACE
+        return status
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -394,7 +398,10 @@ class IoCommands:
             volume.write(data, slba << _LBA_SHIFT)
             self._tally(volume).write_ns += time.monotonic_ns() - started_ns
         except OSError as error:
-            return self._failed(volume, f"write of {len(data)} bytes at LBA {slba}", error, Status.WRITE_FAULT)
+            status = self._failed(volume, f"write of {len(data)} bytes at LBA {slba}", error, Status.WRITE_FAULT)
+            if held is not None and status != _NO_SPACE:
+                grants.note_failed(held)
+            return status
         finally:
             if held is not None:
                 grants.end_write(held)

@@ -44,6 +44,7 @@ class PrivateMethods:
             self.forebay_get_info,
             self.forebay_grants_add,
             self.forebay_grants_revoke,
+            self.forebay_grants_failed,
             self.forebay_seal,
         )
         return {run.__name__: Method(run, waits=run in waiting) for run in (*waiting, *at_once)}
@@ -103,6 +104,12 @@ class PrivateMethods:
         if revoked is not None:
             return {"revoked": revoked}
         return Later(lambda: {"revoked": self._server.grants.revoke(ids)})
+
+    def forebay_grants_failed(self, params: Params) -> Any:
+        """Those of the grants, revoked or not, under which the drive failed a write for another reason than space."""
+        ids = params.integers("ids")
+        params.finish()
+        return {"failed": self._server.grants.take_failed(ids)}
 
     def forebay_seal(self, params: Params) -> Any:
         """`forebay_grants_revoke`, and then, when no write under the grants is under way any more, `forebay_barrier`.

@@ -43,7 +43,8 @@ class IoTally:
     """What one queue did on one volume. Only that queue's thread adds to it.
 
     ``read_ns`` is the time that reads took with their sending, ``write_ns`` that of writing to media, ``unmap_ns`` that
-    of deallocating and of writing zeros. ``errors`` are what the drive refused or failed.
+    of deallocating and of writing zeros. ``errors`` are what the drive refused or failed, ``no_space`` those of them
+    that say it is full.
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class IoTally:
         "bytes_unmapped",
         "bytes_written",
         "errors",
+        "no_space",
         "read_ns",
         "reads",
         "unmap_ns",
@@ -63,7 +65,7 @@ class IoTally:
         self.reads = self.bytes_read = self.read_ns = 0
         self.writes = self.bytes_written = self.write_ns = 0
         self.unmaps = self.bytes_unmapped = self.unmap_ns = 0
-        self.errors = 0
+        self.errors = self.no_space = 0
 
     def add(self, other: IoTally) -> None:
         """Add another's counts to these."""

@@ -2368,7 +2368,7 @@ class QuarantinedExtent(_message.Message):
     namespace: _builtins.str
     drive: _builtins.str
     reason: _builtins.str
-    """checksum | read_error"""
+    """checksum | read_error | write_error"""
     since_unix_ms: _builtins.int
     def __init__(
         self,
