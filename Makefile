@@ -24,7 +24,7 @@ install = $(PIP) install --quiet --require-hashes -r $(1) && $(PIP) install --qu
 TYPED := $(wildcard tests perf)
 LINTED := $(wildcard src appliance client dpu connectors tests perf)
 
-.PHONY: help venv demo serve test test-long lint bench proto lock clean
+.PHONY: help venv demo serve test test-long lint fuzz bench proto lock clean
 
 help: ## print the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -108,6 +108,10 @@ peers: $(DEV) redis
 	fi
 	@FOREBAY_CACHE='$(CACHE)' $(BIN)/python -m tests.envs mooncake
 
+SECONDS ?= 60
+fuzz: $(DEV) ## fuzz codec, both ends, control calls and files, guided by coverage (SECONDS=60 for all; ARGS='--help' shows more)
+	@FOREBAY_CACHE='$(CACHE)' $(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
+
 bench: export FOREBAY_CACHE := $(CACHE)
 bench: peers ## measure the ratios of docs/design.md §9 (ARGS='--help' shows more)
 	@$(BIN)/python -m perf $(ARGS)
@@ -136,6 +140,7 @@ lock: $(DEV) ## choose the newest versions again
 	@$(COMPILE) --no-emit-options --no-allow-unsafe $(addprefix --unsafe-package ,$(NOT_OF_VLLM)) -o requirements-vllm.lock \
 	  pyproject.toml tests/connectors/requirements.in
 	@$(COMPILE) --no-emit-options -o requirements-mooncake.lock perf/requirements-mooncake.in
+	@$(COMPILE) --no-emit-options -c requirements.lock -o requirements-fuzz.lock pyproject.toml tests/fuzz/requirements.in
 
 clean: ## remove what can be made again
 	@rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

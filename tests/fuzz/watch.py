@@ -1,0 +1,80 @@
+"""What a process under fuzz must not do: log a fault of its own, or leave something behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["Faults", "Footprint", "footprint", "settled"]
+
+
+class Faults(logging.Handler):
+    """Collects log records that carry an exception: in every process of Forebay's they mean a mistake of ours.
+
+    Also the exceptions that end a thread. Install once a process; `check` raises for what came since the last time.
+    """
+
+    _installed: Faults | None = None
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._found: list[str] = []
+        self._formatter = logging.Formatter("%(name)s: %(message)s")
+
+    @classmethod
+    def install(cls) -> Faults:
+        """The one of this process."""
+        if cls._installed is None:
+            cls._installed = cls()
+            logger = logging.getLogger("forebay")
+            logger.addHandler(cls._installed)
+            logger.propagate = False
+            threading.excepthook = cls._installed._thread_ended
+        return cls._installed
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is not None and record.exc_info[0] is not None:
+            self._found.append(self._formatter.format(record))
+
+    def _thread_ended(self, args: threading.ExceptHookArgs) -> None:
+        record = logging.LogRecord("thread", logging.ERROR, "", 0, "a thread ended", (), None)
+        assert args.exc_value is not None
+        record.exc_info = (args.exc_type, args.exc_value, args.exc_traceback)
+        self._found.append(self._formatter.format(record))
+
+    def check(self) -> None:
+        """Raises AssertionError with the first fault."""
+        found, self._found = self._found, []
+        assert not found, found[0]
+
+
+class Footprint:
+    """What a process holds: descriptors, threads, resident bytes."""
+
+    def __init__(self, pid: int) -> None:
+        self.fds = len(os.listdir(f"/proc/{pid}/fd"))
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
+        )
+        self.threads = int(status["Threads"])
+        self.resident_bytes = int(status["VmRSS"].split()[0]) << 10
+
+    def __repr__(self) -> str:
+        return f"{self.fds} descriptors, {self.threads} threads, {self.resident_bytes >> 20} MiB"
+
+
+def footprint(pid: int) -> Footprint:
+    """Of a process, now."""
+    return Footprint(pid)
+
+
+def settled(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+    """Poll a condition; the deadline only ends a run that has failed."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.0005)
