@@ -10,7 +10,7 @@ from uuid import UUID
 from forebay.client.transports.options import NvmeTcpOptions
 from forebay.client.transports.queue_pair import QueuePair
 from forebay.clock import Clock
-from forebay.errors import DeadlineExceeded, ForebayError, ProtocolError, TargetRefused
+from forebay.errors import ConnectionLost, DeadlineExceeded, ForebayError, ProtocolError, TargetRefused
 from forebay.ids import LBA_BYTES, HostIdentity
 from forebay.nvmetcp import command as nvme
 from forebay.nvmetcp import spec
@@ -191,7 +191,7 @@ class Controller:
             admin = self._admin
             if admin is None or admin.closed:
                 self._dead = True
-                raise ProtocolError("the admin queue is closed")
+                raise ConnectionLost("the association with the target has ended")
             try:
                 return admin.execute(command, deadline_ms, read_bytes=read_bytes)[1]
             except ForebayError:
@@ -216,6 +216,8 @@ class Controller:
         """End the association. Idempotent."""
         self._stop.set()
         self._dead = True
-        with self._lock:
-            if self._admin is not None:
-                self._admin.close()
+        admin = self._admin
+        if admin is not None:
+            admin.cut()  # a command of another thread may be waiting in it, with a deadline of its own
+            with self._lock:
+                admin.close()

@@ -31,6 +31,7 @@ from forebay.client.transports.queue_pair import QueuePair
 from forebay.client.transports.requests import Request, outcomes, plan
 from forebay.clock import Clock, SystemClock
 from forebay.errors import (
+    Busy,
     ConnectionLost,
     DeadlineExceeded,
     ForebayError,
@@ -60,6 +61,8 @@ class _Association:
     idle: list[QueuePair] = field(default_factory=list)
     open: set[int] = field(default_factory=set)
     opening: int = 0
+    full_until_ms: int = 0
+    """The target takes no further connection now: those that are open have to do."""
 
     def drop(self, pair: QueuePair) -> None:
         pair.close()
@@ -99,6 +102,8 @@ class NvmeTcpTransport(Transport):
         self._associations = 0
         self._failures = 0
         self._not_before_ms = 0
+        self._busy = False
+        """The last failure was the target's word that it has as many connections as it takes."""
 
     # --- the interface ----------------------------------------------------------------------------------------------
 
@@ -149,7 +154,7 @@ class NvmeTcpTransport(Transport):
     ) -> None:
         options = self._options
         wanted = min(options.connections, options.call_connections, -(-sum(sizes) // options.queue_bytes))
-        association, held = self._check_out(wanted, deadline_ms)
+        association, held = self._admitted(wanted, deadline_ms)
         try:
             controller = association.controller
             self._check_volumes(controller, ops, sizes, deadline_ms, results)
@@ -266,6 +271,18 @@ class NvmeTcpTransport(Transport):
 
     # --- the pool ---------------------------------------------------------------------------------------------------
 
+    def _admitted(self, wanted: int, deadline_ms: int) -> tuple[_Association, list[QueuePair]]:
+        """`_check_out`, again when the target says that it is worth it, if that is before the deadline."""
+        while True:
+            try:
+                return self._check_out(wanted, deadline_ms)
+            except Busy as e:
+                wait_ms = int(e.retry_after_ms * self._random.uniform(1.0, 1.5))
+                if self._clock.monotonic_ms() + wait_ms >= deadline_ms:
+                    raise
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed, wait_ms / 1000)
+
     def _check_out(self, wanted: int, deadline_ms: int) -> tuple[_Association, list[QueuePair]]:
         """Take 1 to ``wanted`` queues: idle ones, and new ones while there are fewer than allowed.
 
@@ -284,6 +301,8 @@ class NvmeTcpTransport(Transport):
                     else:
                         association.drop(pair)
                 limit = min(self._options.connections, association.controller.queues)
+                if association.open and self._clock.monotonic_ms() < association.full_until_ms:
+                    limit = 0
                 room = limit - len(association.open) - association.opening
                 missing = max(0, min(wanted - len(pairs), room))
                 if not pairs and not missing:
@@ -297,7 +316,11 @@ class NvmeTcpTransport(Transport):
                 for _ in range(missing):
                     pairs.append(self._open_queue(association, deadline_ms))
             except ForebayError as e:
-                if not pairs:
+                if isinstance(e, Busy) and association.open:
+                    association.full_until_ms = self._clock.monotonic_ms() + e.retry_after_ms
+                    if not pairs:
+                        continue  # others have queues, and will give them back
+                elif not pairs:
                     self._failed(association, e)
                     raise
             finally:
@@ -336,6 +359,8 @@ class NvmeTcpTransport(Transport):
             with self._changed:
                 left_ms = self._not_before_ms - self._clock.monotonic_ms()
                 if self._failures and left_ms > 0:
+                    if self._busy:
+                        raise Busy("the target has as many connections as it takes", retry_after_ms=left_ms)
                     raise Unavailable(
                         f"connecting to the target failed {self._failures} times; not tried again yet",
                         retry_after_ms=left_ms,
@@ -381,8 +406,9 @@ class NvmeTcpTransport(Transport):
         first_ms, longest_ms = self._options.backoff_ms
         with self._changed:
             self._failures += 1
-            wait_ms = min(longest_ms, first_ms << min(self._failures - 1, 16))
-            self._not_before_ms = self._clock.monotonic_ms() + int(wait_ms * self._random.uniform(0.5, 1.0))
+            self._busy = isinstance(error, Busy)
+            wait_ms = int(min(longest_ms, first_ms << min(self._failures - 1, 16)) * self._random.uniform(0.5, 1.0))
+            self._not_before_ms = self._clock.monotonic_ms() + max(wait_ms, error.retry_after_ms)
             if association is not None and self._association is association:
                 self._association = None
         if association is not None:

@@ -10,6 +10,7 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 
 from forebay.client.transports.base import Segment
@@ -128,9 +129,11 @@ class QueuePair:
         self._out += self._codec.send_command(command._replace(cid=cid), data=data, read_bytes=read_bytes)
         try:
             self._drive(deadline_ms, lambda: cid not in self._open)
-        except ForebayError:
+        except ForebayError as e:
             self.close()
-            raise
+            # A refusal may have its end right behind it: why is worth more than that.
+            if request.error is None or not isinstance(e, ConnectionLost):
+                raise
         completion = self._admin.pop(cid)
         if request.error is not None:
             raise request.error
@@ -291,6 +294,11 @@ class QueuePair:
         for request in self._open.values():
             request.error = error
         self._open.clear()
+
+    def cut(self) -> None:
+        """End the connection, from any thread: whoever waits in it wakes up, and closes it."""
+        with suppress(OSError):  # it may have ended by itself
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the socket; nothing arrives after this."""

@@ -1,0 +1,142 @@
+"""A node whose sessions end soon after their clients, and what may be left of them: nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spdk.rpc.client import JSONRPCClient  # type: ignore[import-untyped]
+
+from forebay.client import Admin
+from tests.client.conftest import NodeProcess
+
+HANG_S = 30.0
+"""A call that takes so much longer than its deadline hangs; less may be the machine."""
+ENVIRONMENT = {
+    "FOREBAY_SESSIONS_HEARTBEAT": "500ms",
+    "FOREBAY_SESSIONS_EXPIRY": "5s",
+    "FOREBAY_SESSIONS_WRITE_TTL": "5s",
+    "FOREBAY_SESSIONS_LEASE_TTL": "5s",
+}
+
+
+def eventually(condition: Callable[[], object], what: str | Callable[[], str], seconds: float = 60.0) -> None:
+    """Poll a condition; the deadline only ends a test that would fail."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what if isinstance(what, str) else what()}"
+        time.sleep(0.02)
+
+
+class Process:
+    """A process from outside: what it holds."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def _status(self, name: str) -> int:
+        text = Path(f"/proc/{self.pid}/status").read_text()
+        return int(next(line for line in text.splitlines() if line.startswith(name + ":")).split()[1])
+
+    @property
+    def threads(self) -> int:
+        return self._status("Threads")
+
+    @property
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._status("VmRSS") << 10
+
+    @property
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def own_threads() -> list[str]:
+    """Threads of clients in this process."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("forebay-")]
+
+
+class Node(NodeProcess):
+    """A node, its parts as processes, and what it holds for clients."""
+
+    @property
+    def daemon(self) -> Process:
+        return Process(self.process.pid)
+
+    @property
+    def target(self) -> Process:
+        return Process(int(self._target()["pid"]))  # type: ignore[call-overload]
+
+    @contextmanager
+    def rpc(self) -> Iterator[Any]:
+        """The target's control socket, as SPDK's own client speaks to it."""
+        with JSONRPCClient(str(self._target()["socket"])) as rpc:
+            yield rpc
+
+    def held(self) -> dict[str, int]:
+        """What the daemon and the target hold for clients, by name; without clients all is zero."""
+        with Admin(self.url, token=self.token) as admin:
+            status = admin.status()
+        with self.rpc() as rpc:
+            subsystems = [one for one in rpc.nvmf_get_subsystems() if "namespaces" in one]
+            return {
+                "sessions": status.sessions,
+                "leases": status.leases,
+                "pending": status.pending_writes,
+                "grants": rpc.forebay_get_info()["grants"],
+                "hosts": sum(len(one["hosts"]) for one in subsystems),
+                "controllers": sum(len(rpc.nvmf_subsystem_get_controllers(nqn=one["nqn"])) for one in subsystems),
+            }
+
+    def expect_nothing_held(self) -> None:
+        """Sessions end, and with them all that they had."""
+        found: dict[str, int] = {}
+
+        def empty() -> bool:
+            found.update(self.held())
+            return not any(found.values())
+
+        eventually(empty, lambda: f"held for clients that have gone: {found}")
+
+    @contextmanager
+    def leaving_nothing(self, slack: int = 4) -> Iterator[None]:
+        """What the block's clients had is given back by daemon, target and this process: threads, descriptors, all."""
+        own = Process(os.getpid())
+        parts = {"daemon": self.daemon, "target": self.target, "client": own}
+        before = {name: (part.threads, part.descriptors) for name, part in parts.items()}
+        yield
+        self.expect_nothing_held()
+
+        def now() -> Mapping[str, tuple[int, int]]:
+            return {name: (part.threads, part.descriptors) for name, part in parts.items()}
+
+        def as_before() -> bool:
+            # gRPC keeps a few threads and descriptors for the next channel.
+            return all(
+                max(a - c, b - d) <= slack for (a, b), (c, d) in zip(now().values(), before.values(), strict=True)
+            )
+
+        eventually(as_before, lambda: f"threads and descriptors: {before} before, {now()} after")
+        assert not own_threads()
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """One node for the tests of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        made = Node(tmp_path_factory.mktemp("node") / "data")
+        yield made
+        made.stop()

@@ -1,0 +1,108 @@
+"""More connections than the target takes: the excess is told so and what it can do; who is there goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from forebay.client.transports.base import Outcome, ReadOp, Segment
+from forebay.client.transports.controller import SubsystemAddress
+from forebay.client.transports.nvme_tcp import NvmeTcpTransport
+from forebay.client.transports.options import NvmeTcpOptions
+from forebay.errors import Busy, ConnectionLost, DeadlineExceeded
+from forebay.nvmetcp import command
+from forebay.nvmetcp.spec import CnsValue
+from tests.appliance.target.conftest import LIMITS, NQN, Rig, eventually
+from tests.client.conftest import TargetProcess, new_host, now_ms
+from tests.pressure.conftest import HANG_S
+
+PLACES = 3
+"""Connections that the target takes: an admin queue and two for data."""
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path, replace(LIMITS, max_connections=PLACES))
+    yield made
+    made.server.close()
+
+
+def transport(rig: Rig, connections: int = 4) -> NvmeTcpTransport:
+    options = NvmeTcpOptions(connections=connections, call_connections=connections, queue_bytes=4096)
+    return NvmeTcpTransport(SubsystemAddress("127.0.0.1", rig.port, NQN), new_host(), options=options, seed=1)
+
+
+def read(one: NvmeTcpTransport, deadline_ms: int, commands: int = 8) -> list[Outcome]:
+    ops = [ReadOp(1, 65536 * i, (Segment(memoryview(bytearray(65536)), 65536),)) for i in range(commands)]
+    return one.read(ops, now_ms() + deadline_ms)
+
+
+def test_a_client_gets_on_with_the_connections_that_it_has(rig: Rig) -> None:
+    one = transport(rig)
+    with ThreadPoolExecutor(16) as pool:
+        for outcomes in pool.map(lambda _: read(one, 60_000), range(64)):
+            assert [outcome.error for outcome in outcomes] == [None] * 8
+    assert one.state().connections == PLACES - 1
+    assert one.state().failures == 0
+    one.close()
+
+
+def test_the_excess_is_told_what_to_do_and_comes_in_when_there_is_room(rig: Rig) -> None:
+    first, second = transport(rig), transport(rig)
+    assert {outcome.error for outcome in read(first, 60_000)} == {None}
+    (error,) = {type(outcome.error): outcome.error for outcome in read(second, 300)}.values()
+    assert isinstance(error, Busy) and error.retry_after_ms > 0
+    assert "target.max_connections" in error.message and "NvmeTcpOptions.connections" in error.message
+    assert {outcome.error for outcome in read(first, 60_000)} == {None}, "who is there goes on"
+    waiting = threading.Event()
+
+    def patient() -> list[Outcome]:
+        waiting.set()
+        return read(second, 120_000)
+
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(patient)
+        waiting.wait()
+        eventually(lambda: rig.server.counts["refused_connections"] > 4, "it asks again by itself", 60)
+        first.close()
+        assert {outcome.error for outcome in coming.result(120)} == {None}
+    second.close()
+    eventually(lambda: not rig.server.queues, "all are gone", 60)
+
+
+def test_closing_waits_for_no_command(tmp_path: Path) -> None:
+    """Neither for one with a deadline of its own, nor for a target that is stopped."""
+    target = TargetProcess(tmp_path)
+    one = target.transport()
+    ended: list[Exception] = []
+    try:
+        one.connect(now_ms() + 60_000)
+        assert one._association is not None
+        controller = one._association.controller
+        os.kill(target.process.pid, signal.SIGSTOP)
+
+        def ask() -> None:
+            try:
+                controller._admin_command(command.identify(0, CnsValue.NAMESPACE, 1), now_ms() + 600_000, 4096)
+            except (ConnectionLost, DeadlineExceeded) as e:
+                ended.append(e)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        eventually(lambda: controller._admin is not None and controller._admin.in_flight > 0, "it is out", 60)
+        began_s = time.monotonic()
+        one.close()
+        assert time.monotonic() - began_s < HANG_S
+        asking.join(HANG_S)
+        assert [type(e) for e in ended] == [ConnectionLost]
+    finally:
+        os.kill(target.process.pid, signal.SIGCONT)
+        target.stop()
