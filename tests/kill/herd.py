@@ -20,7 +20,7 @@ from forebay.appliance.namespace.rocks import RocksStore
 from forebay.client import Admin, ClientOptions, GetResult, connect
 from forebay.errors import Unavailable
 from tests.client.conftest import NodeProcess, eventually
-from tests.kill.blocks import SCHEMA, value_of
+from tests.kill.blocks import SCHEMA, WITHOUT_HTTP, value_of
 from tests.kill.worker import NEVER
 from tests.power.history import History
 
@@ -44,6 +44,9 @@ class _Worker:
         self._log = folder / "workers.log"
         self._process: subprocess.Popen[str] | None = None
         self._paused = threading.Event()
+        self._lines: list[str] = []
+        self._wrong: list[str] = []
+        self._read_bytes = self._progress = 0
 
     def start(self, url: str, token: str, seed: int) -> None:
         command = [sys.executable, "-m", "tests.kill.worker", url, self.namespace, str(self.journal), str(seed)]
@@ -65,11 +68,22 @@ class _Worker:
             self._paused.set()
 
     def lines(self) -> list[str]:
-        return self.journal.read_text().splitlines()
+        """Of the journal; each is read once."""
+        with self.journal.open("rb") as file:
+            file.seek(self._read_bytes)
+            fresh = file.read()
+        whole = fresh[: fresh.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        lines = whole.decode().splitlines()
+        self._lines += lines
+        self._wrong += [line for line in lines if line.startswith("wrong")]
+        self._progress += sum(line.startswith(("put ", "deleted ", "note got")) for line in lines)
+        return self._lines
 
     def progress(self) -> int:
         """How many calls came to a good end."""
-        return sum(line.startswith(("put ", "deleted ", "note got")) for line in self.lines())
+        self.lines()
+        return self._progress
 
     def tell(self, word: str) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -88,7 +102,8 @@ class _Worker:
 
     def check(self) -> None:
         assert self._process is not None and self._process.poll() is None, f"the worker of {self.namespace} ended"
-        assert not [line for line in self.lines() if line.startswith("wrong")], self.journal.read_text()
+        self.lines()
+        assert not self._wrong, self._wrong
 
 
 class Herd:
@@ -97,7 +112,7 @@ class Herd:
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder = folder
         self._chance = random.Random(seed)
-        self.node = NodeProcess(folder / "data")
+        self.node = NodeProcess(folder / "data", **WITHOUT_HTTP)
         self.verified = 0
         with Admin(self.node.url, token=self.node.token) as admin:
             for name, policy in POLICIES.items():
@@ -151,10 +166,15 @@ class Herd:
     def check(self) -> None:
         """Everybody goes on; then all pause, and every byte that was ever acknowledged is compared."""
         before = {w.namespace: w.progress() for w in self._workers}
-        eventually(lambda: all(w.progress() > before[w.namespace] + 1 for w in self._workers), "recovery", _LIMIT_S)
+
+        def all_go_on() -> bool:
+            for worker in self._workers:
+                worker.check()
+            return all(w.progress() > before[w.namespace] + 1 for w in self._workers)
+
+        eventually(all_go_on, "recovery", _LIMIT_S)
         for worker in self._workers:
             worker.pause()
-            worker.check()
         for worker in self._workers:
             self._compare(worker)
             worker.tell("go")

@@ -25,7 +25,7 @@ NEVER = frozenset({"absent", "checksum_mismatch", "media_error", "corrupt"})
 """Reasons for a miss that a block which was acknowledged may never have."""
 _KEYS = 48
 _BATCH = 4
-_PACE_S = 0.002
+_PACE_S = 0.01
 """Between two calls, so that a machine with few cores gets to other things."""
 _AWAY_S = 0.05
 """Between two looks at a node that does not answer."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from forebay.appliance.dataplane.volumes import FileVolumes
@@ -12,37 +13,72 @@ from forebay.appliance.namespace.rocks import RocksStore
 from forebay.appliance.namespace.store import Store
 from forebay.errors import OK
 from forebay.index import RowState
+from forebay.schema import Schema
 from tests.power.history import History
-from tests.power.scenario import OPAQUE, OPAQUE_KEY, open_rig, value_of
+from tests.power.target import VolumeTarget
 from tests.sim.rig import REGION, Member, Rig
 
-__all__ = ["check", "data_ranges"]
+__all__ = ["Subject", "check", "data_ranges"]
 
 
-async def check(folder: Path, history: History) -> int:
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Where a node keeps what (paths within its folder), and what its blocks are."""
+
+    metadata: str
+    drive: str
+    checkpoint: str
+    capacity_regions: int
+    value_of: Callable[[str, str, int], bytes]
+    """Bytes of a namespace's key in a version."""
+    schema_of: Callable[[str], Schema]
+    """The schema that a key is put under."""
+
+    def open(self, folder: Path) -> Rig:
+        """A node over what is in the folder, with the target's own volumes."""
+        return Rig(
+            folder / self.drive,
+            capacity_regions=self.capacity_regions,
+            store=RocksStore(folder / self.metadata),
+            target=VolumeTarget(),
+            checkpoint=folder / self.checkpoint,
+        )
+
+    async def fsck(self, store: Store, folder: Path, *, media: bool) -> FsckReport:
+        """What is in the folder, without a start; everything in it must be consistent."""
+        fsck = Fsck(store, {"drive0": FileVolumes(folder / self.drive)}, folder / self.checkpoint)
+        report = await fsck.run(media=media, progress=lambda done, total: None)
+        assert report.clean, [f for f in report.findings if f.wrong]
+        return report
+
+    async def member(self, rig: Rig, name: str, key: str) -> Member:
+        """A session for a key."""
+        return await rig.open(name, self.schema_of(key))
+
+
+async def check(subject: Subject, folder: Path, history: History) -> int:
     """Start what is in the folder and hold it against the history; how many blocks were read and compared.
 
     Raises AssertionError, or what a start raises.
     """
     if history.made:  # else there may be no node yet
-        store = RocksStore(folder / "metadata", read_only=True)
+        store = RocksStore(folder / subject.metadata, read_only=True)
         try:
-            _require_clean(await _fsck(store, folder, media=False))
+            await subject.fsck(store, folder, media=False)
         finally:
             store.close()
-    rig = open_rig(folder)
+    rig = subject.open(folder)
     try:
         await rig.start()
-        compared = await _check_blocks(rig, history)
+        compared = await _check_blocks(subject, rig, history)
         while await rig.node.background():
             pass
         _check_space(rig, history)
-        await _goes_on(rig)
-        compared += await _check_blocks(rig, history)
+        await _goes_on(subject, rig)
+        compared += await _check_blocks(subject, rig, history)
         await rig.node.close()
         await rig.target.close()
-        report = await _fsck(rig.store, folder, media=True)
-        _require_clean(report)
+        report = await subject.fsck(rig.store, folder, media=True)
         assert not [f for f in report.findings if f.part != "records"], report.findings
         return compared + report.checked.get("media_blocks", 0)
     finally:
@@ -50,20 +86,7 @@ async def check(folder: Path, history: History) -> int:
         rig.store.close()
 
 
-async def _fsck(store: Store, folder: Path, *, media: bool) -> FsckReport:
-    fsck = Fsck(store, {"drive0": FileVolumes(folder / "drive")}, folder / "checkpoint")
-    return await fsck.run(media=media, progress=lambda done, total: None)
-
-
-def _require_clean(report: FsckReport) -> None:
-    assert report.clean, [f for f in report.findings if f.wrong]
-
-
-async def _member(rig: Rig, name: str, key: str) -> Member:
-    return await (rig.open(name, OPAQUE) if key == OPAQUE_KEY else rig.open(name))
-
-
-async def _check_blocks(rig: Rig, history: History) -> int:
+async def _check_blocks(subject: Subject, rig: Rig, history: History) -> int:
     """Every key is one of the versions that it may be, byte for byte."""
     for name, made in history.made.items():
         found = rig.node.state.namespace(name)
@@ -74,8 +97,8 @@ async def _check_blocks(rig: Rig, history: History) -> int:
         if rig.node.state.namespace(name) is None:
             assert not history.made[name]
             continue
-        value = await rig.get(await _member(rig, name, key), key.encode())
-        versions = [v for v in allowed if v is not None and value_of(name, key, v) == value]
+        value = await rig.get(await subject.member(rig, name, key), key.encode())
+        versions = [v for v in allowed if v is not None and subject.value_of(name, key, v) == value]
         assert versions or (value is None and None in allowed), (
             f"{name} {key}: may be {allowed}, is {value and value[:40]!r}"
         )
@@ -123,12 +146,12 @@ def data_ranges(path: Path) -> Iterator[tuple[int, int]]:
             yield start, end
 
 
-async def _goes_on(rig: Rig) -> None:
+async def _goes_on(subject: Subject, rig: Rig) -> None:
     """The node works as one that never lost anything."""
     for namespace in rig.node.state.namespaces:
         name = namespace.full_name
-        member = await rig.open(name)
         for key in ("after0", "after1"):
-            assert await rig.put(member, key.encode(), value_of(name, key, 1)) == OK
-            assert await rig.get(member, key.encode()) == value_of(name, key, 1)
+            member, value = await subject.member(rig, name, key), subject.value_of(name, key, 1)
+            assert await rig.put(member, key.encode(), value) == OK
+            assert await rig.get(member, key.encode()) == value
     rig.check()

@@ -12,23 +12,20 @@ from pathlib import Path
 
 from forebay import crashpoints
 from forebay.appliance.namespace.records import Durability
-from forebay.appliance.namespace.rocks import RocksStore
 from forebay.errors import OK
 from forebay.ids import LBA_BYTES, BlockKey
 from forebay.schema import Schema
+from tests.power.checking import Subject
 from tests.power.recording import mark
-from tests.power.target import VolumeTarget
-from tests.sim.rig import GRID, Member, Rig
+from tests.sim.rig import GRID, Member
 
-__all__ = ["OPAQUE_KEY", "POLICIES", "Life", "open_rig", "value_of"]
+__all__ = ["POLICIES", "SUBJECT", "Life"]
 
 POLICIES = {f"t/{policy.name.lower()}": policy for policy in Durability} | {"t/other": Durability.FLUSH}
-OPAQUE = Schema.opaque()
 OPAQUE_KEY = "opaque"
 """The key that is put under the opaque schema, and takes a region of another slot size."""
 _OPAQUE_BYTES = 3 * LBA_BYTES
 _GRID_BYTES = GRID.groups[0].layout().value_bytes
-_CAPACITY_REGIONS = 10
 
 
 def value_of(name: str, key: str, version: int) -> bytes:
@@ -38,16 +35,9 @@ def value_of(name: str, key: str, version: int) -> bytes:
     return (word * (size // len(word) + 1))[:size]
 
 
-def open_rig(folder: Path) -> Rig:
-    """A node over what is in the folder, with the target's own volumes."""
-    store = RocksStore(folder / "metadata")
-    return Rig(
-        folder / "drive",
-        capacity_regions=_CAPACITY_REGIONS,
-        store=store,
-        target=VolumeTarget(),
-        checkpoint=folder / "checkpoint",
-    )
+SUBJECT = Subject(
+    "metadata", "drive", "checkpoint", 10, value_of, lambda key: Schema.opaque() if key == OPAQUE_KEY else GRID
+)
 
 
 class Life:
@@ -55,7 +45,7 @@ class Life:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._rig = open_rig(folder)
+        self._rig = SUBJECT.open(folder)
         self._members: dict[str, Member] = {}
         self._opaque: dict[str, Member] = {}
         self._versions: dict[tuple[str, str], int] = {}
@@ -85,7 +75,7 @@ class Life:
 
     async def _open(self, name: str) -> None:
         self._members[name] = await self._rig.open(name)
-        self._opaque[name] = await self._rig.open(name, OPAQUE)
+        self._opaque[name] = await self._rig.open(name, Schema.opaque())
 
     async def _restart(self, *, clean: bool) -> None:
         """Daemon and target end, one by a kill or both as they should, and start."""
@@ -94,7 +84,7 @@ class Life:
             await self._rig.node.close()
             self._rig.store.close()
             await self._rig.target.close()
-            self._rig = open_rig(self._folder)
+            self._rig = SUBJECT.open(self._folder)
         await self._rig.start()
         for name in names:
             await self._open(name)

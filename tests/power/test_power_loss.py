@@ -25,7 +25,7 @@ from tests.counting import Count
 from tests.power.checking import check, data_ranges
 from tests.power.history import History
 from tests.power.recorded import Recording, State
-from tests.power.scenario import POLICIES
+from tests.power.scenario import POLICIES, SUBJECT
 from tests.seeds import SEED
 
 pytestmark = pytest.mark.compiler
@@ -56,7 +56,7 @@ def _hold(state: State, count: Count | None = None) -> None:
     lines = (mark for mark in state.marks if not mark.startswith("at "))
     history = History(POLICIES).read(lines)
     try:
-        compared = asyncio.run(check(state.folder, history))
+        compared = asyncio.run(check(SUBJECT, state.folder, history))
     except BaseException as error:
         error.add_note(f"FOREBAY_SEED={SEED}, {state.cut}, {dict(state.lost)}")
         raise
