@@ -107,11 +107,12 @@ def test_processes_that_take_each_others_places(node: Node, full: str, removed: 
             engine.open_freely(node.url, node.token, port, full)
         for turn in range(1 if not lost else 20):
             for number, (engine, act) in enumerate(zip(engines, acts, strict=True)):
-                engine.say("race", SEED + 10 * turn + number, 60 if act == ["get"] else 240, BLOCKS + 2, act)
+                engine.say("race", SEED + 10 * turn + number, 50 if act == ["get"] else 250, BLOCKS + 2, act)
             for engine in engines:
                 seen += Counter(json.loads(engine.hear()))
             if seen["checksum_mismatch"]:
                 break
-    assert seen["wrong"] == 0 and seen["ok"] > 0
+    assert seen["wrong"] == 0
     assert (seen["checksum_mismatch"] > 0) == lost
-    assert lost or seen.keys() <= {"ok", "absent"}, seen
+    if not lost:
+        assert seen["ok"] > 10 and seen.keys() <= {"ok", "absent", "put", "delete"}, seen
