@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from forebay.appliance.namespace.store import Op, Store
+from forebay.crashpoints import crash_point
 from forebay.errors import MetadataCorrupt
 from forebay.ids import STORED_PREFIX, StoredKey
 
@@ -66,6 +67,7 @@ class ChangeLog:
         """A durable checkpoint holds all changes up to ``number``: drop their entries."""
         await self._store.write([Op("meta", _BASE, _key(number))])
         self.base = number
+        crash_point("checkpoint.after_base_before_delete")
         await self._store.delete_range("changes", _key(0), _key(number + 1))
 
 

@@ -202,6 +202,7 @@ class NodeDrives:
                     continue  # it goes when its drive is back
                 await self._e.target.remove_volume(self.spec(volume))
                 self._files[volume.drive].remove(volume.id)
+                crash_point("start.after_unfinished_file_before_record")
                 number = volume.id.to_bytes(4, "big")
                 ops = [op for family in ("regions", "owners") for op in self._e.store.deletes(family, number)]
                 await self._e.store.write(ops + self._e.space.quarantine.drop(volume.id))
@@ -500,12 +501,14 @@ def _look_at(drive: Path, node_id: bytes, identity: uuid.UUID, volumes: list[Pat
                 os.stat(volume)
                 if closely:
                     _read_first(volume)
-        if is_device(drive):
-            return _Look(DriveState.SERVING)
     except ForebayError as error:
         return _Look(DriveState.AWAY, error.message)
     try:
         with translated(f"drive {drive}"):
+            for volume in volumes if closely else ():
+                _flush(volume)
+            if is_device(drive):
+                return _Look(DriveState.SERVING)
             space = os.statvfs(drive)
             if space.f_flag & os.ST_RDONLY:
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -524,6 +527,15 @@ def _read_first(path: Path) -> None:
     try:
         os.posix_fadvise(handle, 0, _PROBE_BYTES, os.POSIX_FADV_DONTNEED)
         os.pread(handle, 4096, 0)
+    finally:
+        os.close(handle)
+
+
+def _flush(path: Path) -> None:
+    """Make what was written to a volume stable. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(handle)
     finally:
         os.close(handle)
 

@@ -122,6 +122,7 @@ class NodeMeta:
 
     async def name_drive(self, name: str, drive_uuid: str) -> None:
         """Remember which drive is which."""
+        crash_point("drive.after_identity_before_record")
         await self.store.write([Op("meta", b"drive/" + name.encode(), drive_uuid.encode())])
         self.drives[name] = drive_uuid
 

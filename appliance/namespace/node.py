@@ -43,6 +43,7 @@ from forebay.appliance.namespace.space import Drive, DriveState, Space
 from forebay.appliance.namespace.store import Op, Store
 from forebay.appliance.namespace.writes import Writes
 from forebay.clock import Clock
+from forebay.crashpoints import crash_point
 from forebay.errors import (
     AlreadyExists,
     Busy,
@@ -205,12 +206,14 @@ class Node:
             namespace = _checked(replace(namespace, **options))  # type: ignore[arg-type]  # checked by _checked
             # created as "deleting", so that a stop half-way leaves something that the next start clears away
             await self.state.namespaces.put(replace(namespace, deleting=True))
+            crash_point("namespace.after_mark_before_volumes")
             try:
                 await self.drives.create_volumes(namespace)
             except ForebayError:
                 with suppress(ForebayError):
                     await self._finish_delete(namespace)
                 raise
+            crash_point("namespace.after_volumes_before_live")
             await self.state.namespaces.put(namespace)
         return namespace
 
@@ -514,8 +517,10 @@ class Node:
                 clean = False
         try:
             await self.checkpoint()
+            crash_point("stop.before_clean")
             if clean:
                 await self.meta.mark_clean()
+            crash_point("stop.after_clean")
         except (ForebayError, OSError) as error:
             _log.error("the stop is not a clean one: %s", error)
         self.drives.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from forebay import crashpoints
@@ -64,6 +65,7 @@ class Life:
         await self._restart(clean=True)
         await self._use(rounds=2)
         await self._come_and_go()
+        await self._half()
         await self._restart(clean=True)
         await self._use(rounds=1)
 
@@ -144,6 +146,16 @@ class Life:
         for i in range(4):
             await self._put(name, f"more{i}")
         await self._rig.node.update_namespace(name, quota_bytes=0)
+
+    async def _half(self) -> None:
+        """A start that finds a namespace half made."""
+        mark("making t/half")
+        await self._rig.namespace("t/half")
+        half = self._rig.node.state.namespace("t/half")
+        assert half is not None
+        await self._rig.node.state.namespaces.put(replace(half, deleting=True))
+        await self._restart(clean=False)
+        mark("dropped t/half")
 
     async def _come_and_go(self) -> None:
         """A namespace with blocks, made and deleted, and made again."""

@@ -10,6 +10,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from forebay.appliance.namespace.rocks import RocksStore
@@ -46,6 +47,8 @@ def open_rig(folder: Path) -> Rig:
 
 async def scenario(rig: Rig, say: Callable[[str], None], point: str) -> None:
     """Everything that has a crash point, once."""
+    if point.startswith("drive."):
+        arm(point)  # only a first start comes there
     await rig.start()
     await rig.namespace()
     m = await rig.open()
@@ -75,11 +78,18 @@ async def scenario(rig: Rig, say: Callable[[str], None], point: str) -> None:
         say(f"put more{i}")
     await rig.namespace("t/other")
     say("namespace t/other")
+    assert await rig.put(await rig.open("t/other"), b"theirs", value_of(b"theirs")) == OK
     say("dropping t/other")
     await rig.node.delete_namespace("t/other", force=True)
     say("dropped t/other")
+    await rig.namespace("t/half")
+    half = rig.node.state.namespace("t/half")
+    assert half is not None
+    await rig.node.state.namespaces.put(replace(half, deleting=True))  # as a stop half-way leaves it
     await rig.start()
     say("started")
+    await rig.node.close()
+    await rig.start()
 
 
 def main(folder: Path) -> int:
