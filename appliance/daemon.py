@@ -34,8 +34,16 @@ from forebay.appliance.control.load import LoadEstimate
 from forebay.appliance.control.server import ControlServer
 from forebay.appliance.dataplane.embedded import EmbeddedTarget, TransportLimits
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
+from forebay.appliance.dataplane.labels import translated
 from forebay.appliance.dataplane.supervisor import Supervisor
-from forebay.appliance.dataplane.volumes import claim_drive, drive_space, open_drive, require_capacity
+from forebay.appliance.dataplane.volumes import (
+    DriveIdentity,
+    claim_drive,
+    discard_drive,
+    drive_space,
+    open_drive,
+    require_capacity,
+)
 from forebay.appliance.directories import make_directory
 from forebay.appliance.namespace.acl import hash_token, new_token
 from forebay.appliance.namespace.checkpoint import FILE_NAME
@@ -50,7 +58,7 @@ from forebay.appliance.namespace.space import Drive, DriveState
 from forebay.appliance.settings import Endpoint
 from forebay.appliance.trace import Tracer
 from forebay.clock import SystemClock
-from forebay.errors import CapacityShort, ConfigInvalid, DataDirInUse, ForebayError
+from forebay.errors import CapacityShort, ConfigInvalid, DataDirInUse, ForebayError, VolumeMismatch
 from forebay.ids import LBA_BYTES
 from forebay.measure.machine import file_system
 
@@ -80,12 +88,15 @@ _COLLECT_AFTER = 50_000
 """Objects that the collector of cycles lets come before it looks: a batch of 1,000 keys is no reason to."""
 
 
-def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code. Raises `ForebayError` when the node cannot start."""
+def run(config: Config, *, start_empty: bool = False) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code. Raises `ForebayError` when the node cannot start.
+
+    With ``start_empty`` drives of a node whose metadata are lost are declared empty.
+    """
     log.set_up(config.log.level, config.log.format)
     gc.disable()  # until it serves: what a start makes stays
     with hold(config.data):
-        return asyncio.run(_Daemon(config).main())
+        return asyncio.run(_Daemon(config, start_empty).main())
 
 
 def settle_memory() -> None:
@@ -124,14 +135,15 @@ def hold(data: Path) -> Iterator[None]:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Replace a 0600 file as a whole."""
+    """Replace a 0600 file as a whole. Raises `NoSpace`, `TargetFailed`."""
     fresh = path.with_name(path.name + ".new")
-    handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
+    with translated(str(path)):
+        handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
 
 
 def _load_http() -> None:
@@ -142,8 +154,9 @@ def _load_http() -> None:
 class _Daemon:
     """The parts of a running node."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, start_empty: bool) -> None:
         self._config = config
+        self._start_empty = start_empty
         self._node: Node | None = None
         self._load = LoadEstimate()
         self._stopping = asyncio.Event()
@@ -169,13 +182,16 @@ class _Daemon:
     async def _open_drives(self, meta: NodeMeta) -> list[Drive]:
         drives: list[Drive] = []
         missing: list[ForebayError] = []
+        fresh = not meta.drives
+        if self._start_empty:
+            self._discard(meta)
         for i, drive in enumerate(self._config.drives):
             name = f"drive{i}"
             known = meta.drives.get(name)
             asked_bytes = drive.capacity_bytes
             if known is None:
                 capacity_bytes = self._capacity(drive.path, asked_bytes)
-                identity = claim_drive(drive.path, meta.node_id)
+                identity = self._claim(drive.path, meta, fresh)
                 await meta.name_drive(name, str(identity.drive_uuid))
             else:
                 try:
@@ -197,6 +213,36 @@ class _Daemon:
         if len(missing) == len(drives):
             raise missing[0]  # there is nothing to serve
         return drives
+
+    def _claim(self, path: Path, meta: NodeMeta, fresh: bool) -> DriveIdentity:
+        """`claim_drive`, which says more when the drive has outlived metadata."""
+        try:
+            return claim_drive(path, meta.node_id)
+        except VolumeMismatch as error:
+            if not fresh or error.field not in ("node", "drive"):
+                raise
+            raise VolumeMismatch(
+                f"{error.message}. If it is this node's, then {self._config.metadata_dir} is not the metadata that it "
+                "had: mount or restore that. If it is lost, nothing on the drive can be read any more: `forebay serve "
+                "--start-empty` declares its volumes empty",
+                field=error.field,
+                limit=error.limit,
+            ) from error
+
+    def _discard(self, meta: NodeMeta) -> None:
+        """Declare empty what lost metadata have left on the drives. Raises `ConfigInvalid` if they are not lost."""
+        if meta.drives:
+            raise ConfigInvalid(
+                f"--start-empty is for a node that lost its metadata: {self._config.metadata_dir} has them",
+                field="drives",
+            )
+        for drive in self._config.drives:
+            gone = discard_drive(drive.path, meta.node_id)
+            if gone:
+                _log.warning(
+                    "%s: %d volumes are declared empty, their metadata are lost: %s",
+                    *(drive.path, len(gone), ", ".join(one.name for one in gone)),
+                )
 
     def _capacity(self, path: Path, asked_bytes: int | None) -> int:
         if asked_bytes is not None:

@@ -28,7 +28,7 @@ from forebay.appliance.dataplane.labels import (
 from forebay.errors import CapacityShort, InvalidArgument, VolumeMismatch
 from forebay.ids import VolumeId
 
-__all__ = ["BlockVolumes", "claim_device", "device_space", "is_device", "read_device_identity"]
+__all__ = ["BlockVolumes", "claim_device", "device_space", "discard_device", "is_device", "read_device_identity"]
 
 _EMPTY_BYTES = 1 << 20
 """So much at the start of a device must be zero before it is taken: partition tables, file systems and volume managers
@@ -96,6 +96,13 @@ def claim_device(device: Path, node_id: bytes) -> DriveIdentity:
                 f"{device} is mounted, or another program has it: unmount it", field="drive"
             ) from error
         raise
+
+
+def discard_device(device: Path) -> None:
+    """Take label and identity off a device, stable when this returns."""
+    with _opened(device, os.O_WRONLY) as handle:
+        _write(handle, bytes(LABEL_BYTES), 0)
+        _write(handle, bytes(LABEL_BYTES), _IDENTITY_AT)
 
 
 def device_space(device: Path) -> DriveSpace:

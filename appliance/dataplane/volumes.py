@@ -8,6 +8,7 @@ against a second daemon.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import uuid
 from pathlib import Path
@@ -16,6 +17,7 @@ from forebay.appliance.dataplane.block_volumes import (
     BlockVolumes,
     claim_device,
     device_space,
+    discard_device,
     is_device,
     read_device_identity,
 )
@@ -37,6 +39,7 @@ from forebay.crashpoints import crash_point
 from forebay.errors import (
     AlreadyExists,
     CapacityShort,
+    DataDirInUse,
     TargetFailed,
     VolumeMismatch,
 )
@@ -52,6 +55,7 @@ __all__ = [
     "LabelledVolumes",
     "VolumeLabel",
     "claim_drive",
+    "discard_drive",
     "drive_space",
     "open_drive",
     "require_capacity",
@@ -120,6 +124,41 @@ def claim_drive(drive: Path, node_id: bytes) -> DriveIdentity:
         volumes.mkdir(exist_ok=True, mode=0o700)
         sync_directory(drive)
     return identity
+
+
+def discard_drive(drive: Path, node_id: bytes) -> list[Path]:
+    """Take everything off a drive of a node whose metadata are lost; the volumes that were there.
+
+    Nothing happens to one that is this node's. Raises `DataDirInUse` while a target has a volume open.
+    """
+    with translated(f"drive {drive}"):
+        identity = _read_identity(drive)
+        if identity is not None and identity.node_id == node_id:
+            return []
+        if is_device(drive):
+            discard_device(drive)
+            return [drive] if identity is not None else []
+        volumes = sorted((drive / "volumes").glob("*.vol"))
+        for volume in volumes:
+            _require_closed(volume)
+        for file in (*volumes, drive / DRIVE_FILE):
+            file.unlink(missing_ok=True)
+        if drive.is_dir():
+            sync_directory(drive)
+    return volumes
+
+
+def _require_closed(volume: Path) -> None:
+    handle = os.open(volume, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DataDirInUse(
+            f"{volume} is served by a target: end it first (its pid is in run/target.pid of its data directory)",
+            field="drive",
+        ) from None
+    finally:
+        os.close(handle)
 
 
 def open_drive(drive: Path, node_id: bytes, drive_uuid: uuid.UUID) -> DriveIdentity:

@@ -173,7 +173,7 @@ class Fsck:
                 volume_size_bytes(volume.regions, meta.region_bytes),
             )
             try:
-                files.check(expected, meta.confirmed_epoch + 1)
+                files.check(expected, meta.confirmed_epoch + 1, also=meta.absent.get(volume.drive, ()))
             except ForebayError as error:
                 self._wrong("volumes", error.message, _REFUSES)
         for name, files in self._files.items():
@@ -200,7 +200,8 @@ class Fsck:
                 if state.volumes.get(str(number_of)) is None:
                     self._wrong("regions", f"region {number} is of volume {number_of}, which is not there", "nothing")
                 continue
-            if not 1 <= number <= volume.regions or not 0 < slot_bytes <= meta.region_bytes:
+            whole = 0 < slot_bytes <= meta.region_bytes and not slot_bytes % LBA_BYTES
+            if not 1 <= number <= volume.regions or not whole:
                 self._wrong("regions", f"region {number} of volume {volume.id} is out of range", _REFUSES)
                 continue
             self._maps[volume.id].claim(number, slot_bytes)
@@ -209,6 +210,7 @@ class Fsck:
     def _check_quarantine(self) -> None:
         for entry in Quarantine(self._store):
             self._checked["quarantined"] += 1
+            self._checked["quarantined_bytes"] += entry.extent.length_bytes
             extents = self._maps.get(entry.extent.volume)
             if extents is not None and not extents.adopt(entry.extent):
                 self._wrong("allocator", f"{_place(entry.extent)} is in quarantine and is no free slot", _REFUSES)
@@ -287,6 +289,7 @@ class Fsck:
             why = "lies in no claimed region" if region is None else "has another owner, or is no slot of its region"
             self._wrong("allocator", f"{_place(extent)}, of {_show(stored)}, {why}", _DROPPED)
             return None
+        self._checked["extent_bytes"] += extent.length_bytes
         if self._schema(keyspace) is None:
             self._wrong("records", f"the schema of {_show(stored)} is not there or does not decode", "nothing")
         if changes is not None and record.sequence > changes.last:

@@ -115,7 +115,7 @@ def _error(path: Path, what: str, error: Exception, *, opening: bool = False) ->
         return DataDirInUse(f"{path}: another process has it open", field="metadata_dir")
     if opening or "Corruption" in text:
         return MetadataCorrupt(
-            f"{path}: {what}: {text}: restore the directory, or move it away and let the node begin with empty volumes",
+            f"{path}: {what}: {text}: restore the directory, or move it away and start once with --start-empty",
             field="metadata_dir",
         )
     return Unavailable(f"{path}: {what}: {text}", field="metadata_dir")

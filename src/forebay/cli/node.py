@@ -56,6 +56,11 @@ _AFFECTED = {"all": "nothing is served", "writes": "nothing new is stored", "som
     metavar="HOST:PORT",
     help="Address of the data path (NVMe/TCP), one that clients can reach. [default: 127.0.0.1:4420]",
 )
+@click.option(
+    "--start-empty",
+    is_flag=True,
+    help="For a node that lost its metadata: declare the volumes on its drives empty. They are removed.",
+)
 @click.option("--print-config", is_flag=True, help="Print the configuration in effect, and stop.")
 @pass_session
 def serve(
@@ -66,6 +71,7 @@ def serve(
     capacity: int | None,
     listen: str | None,
     target_listen: str | None,
+    start_empty: bool,
     print_config: bool,
 ) -> int:
     """Run a node in the foreground: metadata, control protocol and the NVMe-oF target.
@@ -85,7 +91,7 @@ def serve(
     from forebay.appliance.daemon import run
 
     try:
-        return run(settings)
+        return run(settings, start_empty=start_empty)
     except TargetRefused as e:
         if e.field != "target.listen":
             raise
