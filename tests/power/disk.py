@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 
-__all__ = ["Disk", "Kind", "NotModelled", "Record", "append_mark", "read_log"]
+__all__ = ["Disk", "Kind", "NotModelled", "Record", "append_mark", "copy_sparse", "read_log"]
 
 SECTOR_BYTES = 512
 _HEADER = struct.Struct("<IIQqqIIII")
@@ -131,16 +131,18 @@ def _apply_entries(entries: dict[str, _Node], change: _Entries) -> None:
 
 
 class Disk:
-    """The directories ``roots``, empty when the log begins; each `apply` does one record of it.
+    """The directory ``root``; each `apply` does one record of the log.
 
-    ``scratch`` is for the stable bytes. ``honours`` says of which paths a flush is believed: where it is not, the drive
-    lies, and a test that checks anything must fail. Directories end with a slash there.
+    It is empty when the log begins, or all that is in it then is stable: see `adopt`. ``scratch`` is for the stable
+    bytes. ``honours`` says of which paths a flush is believed: where it is not, the drive lies, and a test that checks
+    anything must fail. Directories end with a slash there.
     """
 
-    def __init__(self, roots: list[Path], scratch: Path, honours: Callable[[str], bool] = lambda path: True) -> None:
+    def __init__(self, root: Path, scratch: Path, honours: Callable[[str], bool] = lambda path: True) -> None:
         self._scratch = scratch
         self._honours = honours
-        self._roots = {str(root): _Directory() for root in roots}
+        self._root = _Directory()
+        self._at = str(root)
         self._by_inode: dict[int, _Node] = {}
         self._paths: dict[int, str] = {}
         self._number = 0
@@ -148,6 +150,26 @@ class Disk:
         self._files = 0
         self.counts: Counter[str] = Counter()
         """What was seen: records by kind."""
+
+    def adopt(self, copy: Path, inodes: dict[str, int]) -> None:
+        """Begin with a copy of what the root held: ``inodes`` are the numbers that its files (by relative path) had."""
+        for path in sorted(copy.rglob("*")):
+            name = str(path.relative_to(copy))
+            directory, last = self._parent(f"{self._at}/{name}")
+            if path.is_dir():
+                node: _Node = _Directory()
+            else:
+                node = self._new_file()
+                copy_sparse(path, node.content)
+            directory.stable[last] = directory.now[last] = node
+            self._by_inode[inodes[name]] = node
+            self._paths[inodes[name]] = f"{self._at}/{name}"
+
+    def _new_file(self) -> _File:
+        self._files += 1
+        made = _File(self._scratch / f"{self._files}")
+        made.content.touch()
+        return made
 
     # ------------------------------------------------------------------------------------------------ following
 
@@ -188,13 +210,10 @@ class Disk:
         return node, name
 
     def _look_up(self, path: str) -> _Node | None:
-        for root, directory in self._roots.items():
-            if path == root or path.startswith(root + "/"):
-                node: _Node | None = directory
-                for name in filter(None, path[len(root) :].split("/")):
-                    node = node.now.get(name) if isinstance(node, _Directory) else None
-                return node
-        return None
+        node: _Node | None = self._root
+        for name in filter(None, path.removeprefix(self._at).split("/")):
+            node = node.now.get(name) if isinstance(node, _Directory) else None
+        return node
 
     def _file(self, inode: int) -> _File:
         node = self._by_inode.get(inode)
@@ -214,9 +233,7 @@ class Disk:
             self._know(record, found)
             return
         if found is None:
-            self._files += 1
-            found = _File(self._scratch / f"{self._files}")
-            found.content.touch()
+            found = self._new_file()
             directory, name = self._parent(record.names[0])
             self._change(directory, {name: found})
         elif record.a & os.O_TRUNC and isinstance(found, _File):
@@ -254,15 +271,15 @@ class Disk:
 
     # ------------------------------------------------------------------------------------------------ losing power
 
-    def lose_power(self, root: Path, out: Path, seed: int) -> Counter[str]:
-        """Write to ``out`` what may be left of ``root``; how many changes were there not at all, in part, or whole."""
+    def lose_power(self, out: Path, seed: int) -> Counter[str]:
+        """Write to ``out`` what may be left of it; how many changes were there not at all, in part, or whole."""
         loss = _Loss(random.Random(seed), ordered=seed % 2 == 0)
-        self._restore(self._roots[str(root)], out, loss)
+        self._restore(self._root, out, loss)
         return loss.counts
 
-    def keep_power(self, root: Path, out: Path) -> None:
-        """Write to ``out`` all of ``root``, as whoever reads its files sees it."""
-        self._restore(self._roots[str(root)], out, _NoLoss())
+    def keep_power(self, out: Path) -> None:
+        """Write to ``out`` all of it, as whoever reads the files sees it."""
+        self._restore(self._root, out, _NoLoss())
 
     def _restore(self, directory: _Directory, out: Path, loss: _NoLoss) -> None:
         out.mkdir(mode=0o700)
@@ -273,7 +290,7 @@ class Disk:
             if isinstance(node, _Directory):
                 self._restore(node, out / name, loss)
                 continue
-            _copy_sparse(node.content, out / name)
+            copy_sparse(node.content, out / name)
             if node.pending:
                 handle = os.open(out / name, os.O_RDWR)
                 try:
@@ -377,7 +394,7 @@ def _zero(handle: int, offset_bytes: int, length_bytes: int) -> None:
             view.madvise(mmap.MADV_REMOVE, offset_bytes, length_bytes)  # a hole, as fallocate would punch it
 
 
-def _copy_sparse(source: Path, out: Path) -> None:
+def copy_sparse(source: Path, out: Path) -> None:
     """Copy a file, holes as holes."""
     with source.open("rb") as file, out.open("wb") as copy:
         one, other = file.fileno(), copy.fileno()

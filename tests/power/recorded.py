@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.power.disk import Disk, Kind, read_log
+from tests.power.disk import Disk, Kind, copy_sparse, read_log
 from tests.power.recording import environment
 
 __all__ = ["Cut", "Recording", "State"]
@@ -36,18 +36,34 @@ class State:
 
 
 class Recording:
-    """A command that was run under the recorder with all its changes below ``folder/root``."""
+    """A command that was run under the recorder with all its changes below ``root``.
 
-    def __init__(self, folder: Path) -> None:
-        self.root = folder / "root"
+    That is a new directory within ``folder``, or a ``root`` that is there: then what it holds is stable, as after the
+    start of a machine.
+    """
+
+    def __init__(self, folder: Path, root: Path | None = None) -> None:
+        self.root = root or folder / "root"
         self.log = folder / "log"
         self._folder = folder
         self._restored = 0
-        self.root.mkdir()
+        self._before: Path | None = None
+        self._inodes: dict[str, int] = {}
+        if root is None:
+            self.root.mkdir()
+        else:
+            self._before = folder / "before"
+            for path in [root, *sorted(root.rglob("*"))]:
+                name = path.relative_to(root)
+                self._inodes[str(name)] = path.stat().st_ino
+                if path.is_dir():
+                    (self._before / name).mkdir()
+                else:
+                    copy_sparse(path, self._before / name)
 
     def environment(self) -> dict[str, str]:
         """Variables for the processes that are to be recorded."""
-        return environment(self.log, [self.root])
+        return environment(self.log, self.root)
 
     def run(self, command: Sequence[str], timeout_s: float) -> None:
         """Run a command, which must succeed."""
@@ -77,15 +93,11 @@ class Recording:
 
     def lose(self, cuts: Sequence[Cut], honours: Callable[[str], bool] = lambda path: True) -> Iterator[State]:
         """The states, in the order of the log; ``honours`` as in `Disk`."""
-        self._restored += 1
-        home = self._folder / f"lost{self._restored}"
-        (home / "stable").mkdir(parents=True)
-        disk = Disk([self.root], home / "stable", honours)
-        waiting = sorted(cuts, key=lambda cut: cut.record)
+        home, disk = self._disk(honours)
         marks: list[str] = []
         at = 0
         log = read_log(self.log)
-        for number, cut in enumerate(waiting):
+        for number, cut in enumerate(sorted(cuts, key=lambda cut: cut.record)):
             while at < cut.record:
                 record = next(log)
                 disk.apply(record)
@@ -93,14 +105,21 @@ class Recording:
                 if record.kind is Kind.MARK:
                     marks.append(record.text)
             folder = home / str(number)
-            yield State(cut, folder, list(marks), disk.lose_power(self.root, folder, cut.seed))
+            yield State(cut, folder, list(marks), disk.lose_power(folder, cut.seed))
 
     def keep(self) -> Path:
         """All that the run left, without any loss."""
-        home = self._folder / "kept"
-        (home / "stable").mkdir(parents=True)
-        disk = Disk([self.root], home / "stable")
+        home, disk = self._disk(lambda path: True)
         for record in read_log(self.log):
             disk.apply(record)
-        disk.keep_power(self.root, home / "root")
+        disk.keep_power(home / "root")
         return home / "root"
+
+    def _disk(self, honours: Callable[[str], bool]) -> tuple[Path, Disk]:
+        self._restored += 1
+        home = self._folder / f"restored{self._restored}"
+        (home / "stable").mkdir(parents=True)
+        disk = Disk(self.root, home / "stable", honours)
+        if self._before is not None:
+            disk.adopt(self._before, self._inodes)
+        return home, disk

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.shims import building
@@ -14,14 +13,14 @@ __all__ = ["environment", "mark"]
 _SOURCE = Path(building.__file__).with_name("recorder.c")
 
 
-def environment(log: Path, roots: Sequence[Path]) -> dict[str, str]:
-    """Variables for a process whose changes under ``roots`` go to ``log``."""
+def environment(log: Path, root: Path) -> dict[str, str]:
+    """Variables for a process whose changes under ``root`` go to ``log``."""
     recorder = str(building.build(_SOURCE))
     return {
         **os.environ,
         "LD_PRELOAD": recorder,
         "FOREBAY_POWER_LOG": str(log),
-        "FOREBAY_POWER_ROOTS": ":".join(str(root) for root in roots),
+        "FOREBAY_POWER_ROOTS": str(root),
     }
 
 

@@ -27,7 +27,7 @@ class Recorded:
         head += "here = os.open('.', os.O_RDONLY)\n"
         log = tmp_path / "log"
         command = [sys.executable, "-c", head + textwrap.dedent(code)]
-        subprocess.run(command, env=environment(log, [self.root]), check=True, timeout=60)
+        subprocess.run(command, env=environment(log, self.root), check=True, timeout=60)
         self.records = list(read_log(log))
         self._states = 0
 
@@ -35,7 +35,7 @@ class Recorded:
         scratch = self._tmp_path / f"scratch{self._states}"
         self._states += 1
         scratch.mkdir()
-        disk = Disk([self.root], scratch, lambda path: believed)
+        disk = Disk(self.root, scratch, lambda path: believed)
         for record in self.records[:upto]:
             disk.apply(record)
         return disk
@@ -45,7 +45,7 @@ class Recorded:
         disk, found = self.disk(upto, believed), set()
         for seed in range(SEEDS):
             out = self._tmp_path / f"out{self._states}-{seed}"
-            disk.lose_power(self.root, out, seed)
+            disk.lose_power(out, seed)
             files = sorted(p for p in out.rglob("*") if p.is_file())
             found.add(tuple((str(p.relative_to(out)), p.read_bytes()) for p in files))
         return found

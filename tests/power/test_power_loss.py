@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from tests.conftest import LONG
 from tests.counting import Count
 from tests.power.checking import check, data_ranges
 from tests.power.history import History
-from tests.power.recorded import Recording, State
+from tests.power.recorded import Cut, Recording, State
 from tests.power.scenario import POLICIES, SUBJECT
 from tests.seeds import SEED
 
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.compiler
 _AT_POINT = 20 if LONG else 1
 _ANYWHERE = 400 if LONG else 12
 _MOST_TRIES = 60
+_AGAIN, _LATER = (20, 20) if LONG else (1, 2)
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +55,7 @@ def losses(life: Recording) -> dict[str, list[State]]:
 
 
 def _hold(state: State, count: Count | None = None) -> None:
-    lines = (mark for mark in state.marks if not mark.startswith("at "))
-    history = History(POLICIES).read(lines)
+    history = History(POLICIES).read(mark for mark in state.marks if not mark.startswith("at "))
     try:
         compared = asyncio.run(check(SUBJECT, state.folder, history))
     except BaseException as error:
@@ -80,6 +81,21 @@ def test_the_power_goes_at(losses: dict[str, list[State]], point: str, count: Co
 def test_the_power_goes_at_any_moment(life: Recording, count: Count) -> None:
     for state in life.lose(life.anywhere(_ANYWHERE, random.Random(SEED))):
         _hold(state, count)
+
+
+def test_the_power_goes_again_while_the_node_starts(life: Recording, tmp_path: Path, count: Count) -> None:
+    """Or later in that life: what the first loss left, and what recovery made of it, is under the same promises."""
+    chance = random.Random(SEED)
+    first = next(place for place, mark in life.marks() if mark.startswith("put "))
+    for number, state in enumerate(life.lose(life.anywhere(_AGAIN, chance, after=first))):
+        home = tmp_path / str(number)
+        home.mkdir()
+        again = Recording(home, state.folder)
+        again.run([sys.executable, "-m", "tests.power.again", str(state.folder)], 60)
+        started = next(place for place, mark in again.marks() if not mark.startswith("at "))
+        starting = [Cut(chance.randint(0, started), chance.getrandbits(32)) for _ in range(_LATER)]
+        for later in again.lose(starting + again.anywhere(_LATER, chance)):
+            _hold(replace(later, marks=state.marks + later.marks), count)
 
 
 @pytest.mark.parametrize(
