@@ -392,6 +392,7 @@ class Administration:
                 "barrier": flags.barrier,
                 "per_host_visibility": flags.per_host_visibility,
                 "seal": flags.seal,
+                "ordered": flags.ordered,
             }
             can = tuple(name for name, there in named.items() if there)
             traffic, moves = await engine.target.io_stats(), await engine.target.volume_io()

@@ -106,6 +106,7 @@ class EmbeddedTarget(Target):
                 per_host_visibility=bool(flags["per_host_visibility"]),
                 qos=bool(flags.get("qos", False)),
                 seal=bool(flags.get("seal", False)),
+                ordered=bool(flags.get("ordered", False)),
             )
             return TargetInfo(
                 kind="embedded",
@@ -250,7 +251,8 @@ class EmbeddedTarget(Target):
 
     async def teardown_all(self, incarnation: int) -> None:
         self._incarnation = incarnation
-        await self._rpc.call("forebay_teardown_all", {"incarnation": incarnation})
+        ordered = (await self._able()).ordered
+        await self._rpc.call("forebay_teardown_all", {"incarnation": incarnation} if ordered else None)
 
     async def grant(self, grants: Sequence[WriteGrant]) -> None:
         """Open extents for writing; all or none.
@@ -271,7 +273,7 @@ class EmbeddedTarget(Target):
                 names = [[host.nqn, host.host_id] for host in hosts]
                 for part in _parts(rows):
                     asked += [GrantId(row[0]) for row in part]
-                    values = {"hosts": names, "grants": part, "order": self._order()}
+                    values = {"hosts": names, "grants": part, "order": await self._order()}
                     await self._call("forebay_grants_add", self._volumes[volume], values)
         except ForebayError:
             # All or none: also the part that failed, of which perhaps only the answer was lost.
@@ -287,8 +289,7 @@ class EmbeddedTarget(Target):
         return await self._barrier("forebay_barrier", volume, {})
 
     async def seal(self, grants: Sequence[GrantId], volume: VolumeSpec) -> Barrier:
-        capabilities = self._capabilities or (await self.info()).capabilities
-        if not capabilities.seal:  # a target that an older daemon started, and that goes on running
+        if not (await self._able()).seal:  # a target that an older daemon started, and that goes on running
             return await super().seal(grants, volume)
         await self.revoke(grants[BATCH:])
         return await self._barrier("forebay_seal", volume, {"ids": list(grants[:BATCH])})
@@ -307,7 +308,7 @@ class EmbeddedTarget(Target):
         await self._region("forebay_region_release", volume, offset_bytes, length_bytes)
 
     async def _region(self, method: str, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
-        values = {"offset_bytes": offset_bytes, "length_bytes": length_bytes, "order": self._order()}
+        values = {"offset_bytes": offset_bytes, "length_bytes": length_bytes, "order": await self._order()}
         await self._call(method, volume, values)
 
     async def _call(self, method: str, volume: VolumeSpec, params: dict[str, Any]) -> Any:
@@ -327,10 +328,16 @@ class EmbeddedTarget(Target):
             return Unavailable(text, field="target", retry_after_ms=_REPLAY_MS)
         return error
 
-    def _order(self) -> list[int]:
+    async def _order(self) -> list[int] | None:
         """So that the target does not carry out late what we gave up, or what an earlier daemon asked for."""
+        if not (await self._able()).ordered:
+            return None
         self._number += 1
         return [self._incarnation, self._number]
+
+    async def _able(self) -> Capabilities:
+        """What the process that answers now can do."""
+        return self._capabilities or (await self.info()).capabilities
 
     async def checksums(self, volume: VolumeSpec, ranges: Sequence[tuple[int, int, int]]) -> list[int]:
         found: list[int] = []

@@ -48,6 +48,8 @@ class Capabilities:
     qos: bool = False
     seal: bool = False
     """`Target.seal` is one exchange; without, it is `Target.revoke` and then `Target.barrier`."""
+    ordered: bool = False
+    """What was given up, or an earlier incarnation asked for, clears no region and opens none for writing any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ class PrivateMethods:
                 "per_host_visibility": True,
                 "qos": False,
                 "seal": True,
+                "ordered": True,
             },
             "limits": self._server.limits.to_dict(),
             "grants": len(self._server.grants),

@@ -115,7 +115,7 @@ async def test_who_answers(tmp_path: Path) -> None:
         info = await rig.target.info()
         assert (info.kind, info.pid) == ("embedded", rig.supervisor.pid)
         able = info.capabilities
-        assert able.fencing and able.barrier and able.per_host_visibility and able.seal
+        assert able.fencing and able.barrier and able.per_host_visibility and able.seal and able.ordered
 
 
 async def test_nobody_answers(tmp_path: Path) -> None:
@@ -465,6 +465,7 @@ class TestMedia:
             spec = rig.volume()
             await rig.target.add_volume(spec)
             await rig.target.grant(grants([1], host()))
+            await rig.target.reconcile([spec], [])  # as after a restart: the one that answers now is asked what it can
             asked = watched(
                 rig.target, monkeypatch, able={"fencing": True, "barrier": True, "per_host_visibility": True}
             )
@@ -472,10 +473,37 @@ class TestMedia:
             assert asked == ["forebay_get_info", "forebay_grants_revoke", "forebay_barrier"]
             assert await rig.live_grants() == 0
             monkeypatch.undo()
-            await rig.target.reconcile([spec], [])  # as after a restart: the one that answers now is asked what it can
+            await rig.target.reconcile([spec], [])
             asked = watched(rig.target, monkeypatch)
             await rig.target.seal([], spec)
             assert asked == ["forebay_get_info", "forebay_seal"]
+
+    async def test_a_target_that_knows_no_order_is_not_told_any(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An older one, which goes on running under a newer daemon."""
+        async with rigged(tmp_path) as rig:
+            told: list[str] = []
+            real, older = rig.target._rpc.call, True
+
+            async def call(method: str, params: Mapping[str, Any] | None = None, **options: Any) -> Any:
+                told.extend(
+                    name for name, value in (params or {}).items() if name in ("order", "incarnation") and value
+                )
+                answer = await real(method, params, **options)
+                if method == "forebay_get_info" and older:
+                    answer["capabilities"].pop("ordered")
+                return answer
+
+            monkeypatch.setattr(rig.target._rpc, "call", call)
+            for older in (True, False):
+                await rig.target.info()
+                await rig.target.teardown_all(3)
+                await rig.target.add_volume(rig.volume())
+                await rig.target.prepare_region(rig.volume(), REGION, REGION)
+                await rig.target.grant(grants([1], host()))
+                await rig.target.release_region(rig.volume(), REGION, REGION)
+                assert told == ([] if older else ["incarnation", "order", "order", "order"])
 
     async def test_regions_are_zeroed_and_given_back(self, tmp_path: Path) -> None:
         async with rigged(tmp_path) as rig:

@@ -328,7 +328,7 @@ def test_info(control: Control) -> None:
     found = control.client.forebay_get_info()
     assert found["pid"] == os.getpid()
     assert found["boot_id"] == control.server.boot_id
-    able = dict.fromkeys(("fencing", "barrier", "per_host_visibility", "seal"), True)
+    able = dict.fromkeys(("fencing", "barrier", "per_host_visibility", "seal", "ordered"), True)
     assert found["capabilities"] == {**able, "qos": False}
     assert found["limits"]["max_command_bytes"] == LIMITS.max_command_bytes
 
