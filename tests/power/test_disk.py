@@ -190,3 +190,17 @@ def test_several_processes_write_one_log(tmp_path: Path) -> None:
     did = Recorded(tmp_path, code)
     names = [r.names[0].rpartition("/")[2] for r in did.records if r.kind is Kind.OPEN and not r.mode]
     assert names == ["0", "0+", "1", "1+", "2", "2+"]
+
+
+def test_directories_that_were_made_are_there_after_a_loss(tmp_path: Path) -> None:
+    code = """
+    from pathlib import Path
+    from forebay.appliance.directories import make_directory, sync_directory
+    os.mkdir(f'{root}/half')  # by somebody who was stopped before it was stable
+    make_directory(Path(root) / 'half' / 'made' / 'deep')
+    with open(f'{root}/half/made/deep/x', 'wb', 0) as f:
+        f.write(b'1')
+        os.fsync(f.fileno())
+    sync_directory(Path(root) / 'half' / 'made' / 'deep')
+    """
+    assert Recorded(tmp_path, code).outcomes() == {(("half/made/deep/x", b"1"),)}

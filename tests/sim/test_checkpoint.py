@@ -139,6 +139,22 @@ async def test_a_checkpoint_that_the_records_never_reached_is_not_believed(rig: 
 
 
 @on_loop
+async def test_a_checkpoint_older_than_the_log_of_changes_is_not_believed(rig: Rig) -> None:
+    """As a power loss leaves it when the newer one has not its name yet."""
+    m = await _filled(rig)
+    assert await rig.node.checkpoint()
+    assert rig.checkpoint is not None
+    older = rig.checkpoint.read_bytes()
+    await rig.node.blocks.delete(m.session, [BlockKey(k) for k in KEYS[:5]])
+    assert await rig.put(m, b"late", VALUE) == OK
+    assert await rig.node.checkpoint()
+    rig.checkpoint.write_bytes(older)
+    m = await _reopened(rig)
+    assert rig.present(m, *KEYS, b"late") == [False] * 5 + [True] * 36
+    assert await rig.get(m, b"late") == VALUE
+
+
+@on_loop
 async def test_a_fuzzy_copy_is_made_whole_by_the_log(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows change between the parts of the copy: some stand in it twice, some are of blocks that ended."""
     monkeypatch.setattr(checkpoint, "_PART_ROWS", 4)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from forebay.errors import Unavailable
+from forebay.errors import OK, Unavailable
 from tests.sim.rig import Rig
 from tests.sim.running import on_loop, until
 
@@ -37,4 +39,22 @@ async def test_a_deletion_goes_on_only_when_commits_under_way_have_ended(rig: Ri
     await rig.node.sweep()
     await rig.node.background()
     assert not list(rig.node.state.namespaces) and not list(rig.store.scan("blocks"))
+    rig.check()
+
+
+@on_loop
+async def test_a_deletion_that_a_start_finishes_leaves_no_owners(tmp_path: Path) -> None:
+    """Also when the index comes from a checkpoint, which has no rows of such a namespace."""
+    rig = Rig(tmp_path / "drive", checkpoint=tmp_path / "index.checkpoint")
+    await rig.start()
+    await rig.namespace()
+    m = await rig.open()
+    assert await rig.put(m, b"k", VALUE) == OK
+    assert await rig.node.checkpoint()
+    namespace = rig.node.state.namespace("t/n")
+    assert namespace is not None
+    await rig.node.state.namespaces.put(replace(namespace, deleting=True))
+    await rig.restart()
+    for family in ("blocks", "owners", "regions"):
+        assert not list(rig.store.scan(family)), family
     rig.check()
