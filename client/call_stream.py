@@ -53,8 +53,6 @@ class CallStream:
         self._changing = threading.Lock()
         self._current: _Stream | None = None
         self._closed = False
-        self.answered = False
-        """Whether the node has answered by a stream: it knows what came with it."""
 
     def call(self, method: str, request: bytes, timeout_s: float, request_id: str) -> pb.CallReply:
         """Send one message and wait for its answer, whatever that says.
@@ -74,7 +72,6 @@ class CallStream:
             raise DeadlineExceeded("no answer in time")
         if waiting.reply is None:
             raise self._error(waiting.failure)
-        self.answered = True
         return waiting.reply
 
     def close(self) -> None:

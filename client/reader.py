@@ -28,7 +28,7 @@ from forebay.errors import (
 )
 from forebay.ids import LBA_BYTES, BlockKey, stored_key
 from forebay.proto import forebay_pb2 as pb
-from forebay.proto.columns import keys_to_proto, pack, rows16, unpack
+from forebay.proto.columns import keys_to_proto, rows16, unpack
 from forebay.schema import TileLayout
 
 __all__ = ["Reader", "verdict"]
@@ -134,25 +134,14 @@ class Reader:
         columns = keys_to_proto(list(rows))
         asked_ms = self._clock.monotonic_ms()  # a lease counts from before the request was sent
 
-        over: list[tuple[SessionView, int]] = []  # leases of earlier reads, given back by this call
-
-        def request(view: SessionView, context: pb.Context) -> pb.AcquireRequest:
-            nonlocal asked_ms, over
-            over = self._session.carry(view)  # those of a session that was lost are gone with it
+        def request(_: SessionView, context: pb.Context) -> pb.AcquireRequest:
+            nonlocal asked_ms
             asked_ms = self._clock.monotonic_ms()
             return pb.AcquireRequest(
-                context=context,
-                keys=columns,
-                lease_ttl_ms=self._options.lease_ttl_ms,
-                hints=hints,
-                released=pack("u64", [lease for _, lease in over]),
+                context=context, keys=columns, lease_ttl_ms=self._options.lease_ttl_ms, hints=hints
             )
 
-        try:
-            view, reply = self._session.call(self._session.rpc.blocks.Acquire, request, deadline_ms)
-        except BaseException:
-            self._session.release(over)  # twice does no harm
-            raise
+        view, reply = self._session.call(self._session.rpc.blocks.Acquire, request, deadline_ms)
         lease_until_ms = asked_ms + reply.lease_ttl_ms
         try:
             located = self._locate(list(rows), reply)
@@ -170,7 +159,7 @@ class Reader:
             now_ms = self._clock.monotonic_ms()
         finally:
             if reply.lease:
-                self._session.release([(view, reply.lease)])
+                self._session.release(view, reply.lease)
         results = []
         damaged: dict[BlockKey, None] = {}
         for block, want in zip(keys, wanted, strict=True):

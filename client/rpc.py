@@ -60,11 +60,14 @@ _OPTIONS = [
     # A node that restarts is found again soon, and until then calls fail at once: they are misses.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A connection that nothing comes from any more, without an end, is given up, and another one tried. The node takes
+    # a ping every five seconds.
+    ("grpc.keepalive_time_ms", 6_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
     # Two clients in one process must not share a connection that one of them closes.
     ("grpc.use_local_subchannel_pool", 1),
-    # A silent node is found out, and another connection tried, in half a minute. Nodes permit a ping every 5 s.
-    ("grpc.keepalive_time_ms", 15_000),
-    ("grpc.keepalive_timeout_ms", 15_000),
 ]
 
 _Q = TypeVar("_Q")
@@ -139,11 +142,6 @@ class Rpc:
         )
         self._streamed = _streamed(self.blocks) if streams else {}
         self._changing = threading.Lock()
-
-    @property
-    def streams(self) -> bool:
-        """Whether the node has answered by a stream, and so knows what came with it."""
-        return self._stream.answered
 
     def left_ms(self, deadline_ms: int) -> int:
         """Milliseconds to a deadline. Raises `DeadlineExceeded` when none are left."""

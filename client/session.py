@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 _GATHER_LEASES = 256
 _GATHER_S = 0.05
-"""Leases and failed writes wait this long for others to be given back with; leases twice as long if reads go on."""
+"""Leases and failed writes wait this long for others to be given back with."""
 _CLOSE_MS = 2_000
 """Closing waits this long for calls of its own, each time."""
 _RETRY_MS = (100, 2_000)
@@ -116,8 +116,6 @@ class Session:
         self._wake = threading.Condition()
         self._leases: list[tuple[SessionView, int]] = []
         self._aborts: list[tuple[SessionView, bytes, bool]] = []
-        self._gathering = False  # its thread is awake and waits for more
-        self._carried = False  # since it began to
         self._closed = False
         self._token_given = False
         self._transports: dict[tuple[SubsystemAddress, HostIdentity], tuple[Transport, dict[int, str]]] = {}
@@ -188,26 +186,12 @@ class Session:
             route = self._view.routes.get(volume) if self._view.reply.session == view.reply.session else None
         return route
 
-    def release(self, leases: Sequence[tuple[SessionView, int]]) -> None:
-        """Give leases back, soon and together with others."""
+    def release(self, view: SessionView, lease: int) -> None:
+        """Give a lease back, soon and together with others."""
         with self._wake:
-            self._leases += leases
-            if not self._gathering or len(self._leases) >= _GATHER_LEASES:
+            self._leases.append((view, lease))
+            if len(self._leases) in (1, _GATHER_LEASES):  # else it is awake, or need not be
                 self._wake.notify_all()
-
-    def carry(self, view: SessionView) -> list[tuple[SessionView, int]]:
-        """Leases that the next Acquire of this session can give back, if the node takes them there.
-
-        They are the caller's now, to `release` them again when that call fails.
-        """
-        with self._wake:
-            if not self._leases or not self.rpc.streams:
-                return []
-            session = view.reply.session
-            taken = [one for one in self._leases if one[0].reply.session == session]
-            self._leases = [one for one in self._leases if one[0].reply.session != session]
-            self._carried = True
-            return taken
 
     def report(self, view: SessionView, keys: Sequence[BlockKey], deadline_ms: int) -> None:
         """Tell the node of blocks whose bytes did not verify, so that it looks itself and drops what is bad."""
@@ -238,9 +222,7 @@ class Session:
             for transport, _ in self._transports.values():
                 transport.close()
             self._transports.clear()
-        with self._wake:
-            leases, self._leases = self._leases, []
-        self._give_back(leases, deadline_ms)
+        self._give_back(deadline_ms)
         if not view.joined:
             alone = quiesced and not self._token_given
             try:
@@ -379,14 +361,10 @@ class Session:
                 if not (self._closed or self._leases or self._aborts):
                     self._wake.wait(max(0, next_ms - self._clock.monotonic_ms()) / 1000)
                 if self._leases or self._aborts:
-                    self._gathering, self._carried = True, False
                     self._wake.wait_for(lambda: self._closed or len(self._leases) >= _GATHER_LEASES, _GATHER_S)
-                    self._gathering = False
                 if self._closed:
                     return
-                young = self._carried and len(self._leases) < _GATHER_LEASES  # and the next Acquire takes them, too
-                leases, self._leases = ([], self._leases) if young else (self._leases, [])
-            self._give_back(leases, self._clock.monotonic_ms() + self._options.connect_ms)
+            self._give_back(self._clock.monotonic_ms() + self._options.connect_ms)
             if self._clock.monotonic_ms() < next_ms:
                 continue
             interval_ms = max(100, (self._view.reply.heartbeat_ms or 3_000) * 3 // 4)
@@ -433,9 +411,10 @@ class Session:
             except ForebayError as e:
                 _log.debug("the data path is down: %s", e)
 
-    def _give_back(self, leases: Sequence[tuple[SessionView, int]], deadline_ms: int) -> None:
-        """Release leases, and abort writes that were handed in: one call a session and kind."""
+    def _give_back(self, deadline_ms: int) -> None:
+        """Release leases and abort writes that were handed in: one call a session and kind."""
         with self._wake:
+            leases, self._leases = self._leases, []
             aborts, self._aborts = self._aborts, []
         held: dict[int, tuple[SessionView, list[int]]] = {}
         for view, lease in leases:

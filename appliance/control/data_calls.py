@@ -206,8 +206,6 @@ class DataCalls:
         longest = self._node.limits.lease_ttl_ms
         ttl_ms = min(request.lease_ttl_ms or longest, longest)
         blocks = self._node.blocks
-        if request.released:
-            blocks.release(session, unpack("u64", request.released, "released"))
         located = await finish(
             blocks.acquire(session, keys, ttl_ms), deadline_ms, lambda late: _run(blocks.release, session, [late.lease])
         )

@@ -102,9 +102,8 @@ class ScriptedNode(services.BlocksServicer, NodeAccess):
             return [request for called, request in self.calls if called == name]
 
     def given_back(self) -> list[int]:
-        """Leases that came back, by whatever call."""
-        columns = [r.leases for r in self.named("Release")] + [r.released for r in self.named("Acquire")]
-        return [lease for column in columns for lease in unpack("u64", column, "leases")]
+        """Leases that came back."""
+        return [lease for request in self.named("Release") for lease in unpack("u64", request.leases, "leases")]
 
     def _enter(self, name: str, request: Any, context: grpc.ServicerContext) -> None:
         with self._lock:

@@ -548,10 +548,7 @@ class AcquireRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     LEASE_TTL_MS_FIELD_NUMBER: _builtins.int
     HINTS_FIELD_NUMBER: _builtins.int
-    RELEASED_FIELD_NUMBER: _builtins.int
     lease_ttl_ms: _builtins.int
-    released: _builtins.bytes
-    """packed u64: leases given back before this one is taken, by a caller that knows `Calls`"""
     @_builtins.property
     def context(self) -> Global___Context: ...
     @_builtins.property
@@ -565,11 +562,10 @@ class AcquireRequest(_message.Message):
         keys: Global___Keys | None = ...,
         lease_ttl_ms: _builtins.int = ...,
         hints: Global___Hints | None = ...,
-        released: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "hints", b"hints", "keys", b"keys"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "hints", b"hints", "keys", b"keys", "lease_ttl_ms", b"lease_ttl_ms", "released", b"released"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "hints", b"hints", "keys", b"keys", "lease_ttl_ms", b"lease_ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
