@@ -7,12 +7,18 @@ deleted and put again with other bytes, so that their extents change owners whil
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from rocksdict import Cache, Options
+
 from forebay import crashpoints
+from forebay.appliance.namespace import rocks
 from forebay.appliance.namespace.records import Durability
+from forebay.appliance.namespace.writes import encode_tail
 from forebay.errors import OK
 from forebay.ids import LBA_BYTES, BlockKey
 from forebay.schema import Schema
@@ -25,6 +31,10 @@ __all__ = ["POLICIES", "SUBJECT", "Life"]
 POLICIES = {f"t/{policy.name.lower()}": policy for policy in Durability} | {"t/other": Durability.FLUSH}
 OPAQUE_KEY = "opaque"
 """The key that is put under the opaque schema, and takes a region of another slot size."""
+_ROUNDS = 5 if os.environ.get("FOREBAY_TEST_PROFILE") == "long" else 1
+_TABLE_BYTES = 64 << 10
+_TAIL = encode_tail({"parent": bytes(1500)}, {})
+"""Makes records large, so that there are many tables."""
 _OPAQUE_BYTES = 3 * LBA_BYTES
 _GRID_BYTES = GRID.groups[0].layout().value_bytes
 
@@ -39,6 +49,18 @@ def value_of(name: str, key: str, version: int) -> bytes:
 SUBJECT = Subject(
     "metadata", "drive", "checkpoint", 10, value_of, lambda key: Schema.opaque() if key == OPAQUE_KEY else GRID
 )
+
+
+def _small_tables(options: Callable[[Cache], Options]) -> Callable[[Cache], Options]:
+    """RocksDB's options with so little memory that it writes tables, and joins them, while the node works."""
+
+    def smaller(cache: Cache) -> Options:
+        made = options(cache)
+        made.set_write_buffer_size(_TABLE_BYTES)
+        made.set_level_zero_file_num_compaction_trigger(2)
+        return made
+
+    return smaller
 
 
 class Life:
@@ -95,7 +117,7 @@ class Life:
         member = self._opaque[name] if key == OPAQUE_KEY else self._members[name]
         version = self._versions[name, key] = self._versions.get((name, key), 0) + 1
         mark(f"putting {name} {key} {version}")
-        assert await self._rig.put(member, key.encode(), value_of(name, key, version)) == OK
+        assert await self._rig.put(member, key.encode(), value_of(name, key, version), tail=_TAIL) == OK
         mark(f"put {name} {key} {version}")
 
     async def _delete(self, name: str, *keys: str) -> None:
@@ -124,7 +146,7 @@ class Life:
             await self._rig.node.blocks.pin(member.session, [BlockKey(k.encode()) for k in kept], True, True)
             for key in kept:
                 mark(f"keep {name} {key}")
-        for _ in range(rounds):
+        for _ in range(rounds * _ROUNDS):
             await self._delete(name, "base5", "base4")
             await asyncio.gather(self._put(name, "base4"), self._put(name, "base5"))
             await self._delete(name, "base3")
@@ -169,4 +191,5 @@ class Life:
 
 
 if __name__ == "__main__":
+    rocks._options = _small_tables(rocks._options)  # type: ignore[assignment]  # a function by another name
     asyncio.run(Life(Path(sys.argv[1])).run())

@@ -180,7 +180,7 @@ class Rig:
             tile = value[at : at + length].ljust(align_up(length), b"\0")
             member.host.write(extent.volume, extent.offset_bytes + where, tile)
 
-    async def put(self, member: Member, key: bytes | BlockKey, value: bytes, **options: int) -> int:
+    async def put(self, member: Member, key: bytes | BlockKey, value: bytes, **options: int | bytes) -> int:
         """Allocate, write, commit; the status that ended it."""
         (row,) = await self.allocate(member, key, size=len(value), **options)  # type: ignore[arg-type]
         if row.extent is None:
