@@ -198,7 +198,7 @@ class ExtentMap:
 class Adoption:
     """`ExtentMap.adopt` for as many extents as a node has, of several maps in which nothing has changed meanwhile.
 
-    What `take` refuses leaves the maps as they were, and the object of no use; `finish` changes them.
+    The maps learn of it by `finish`.
     """
 
     def __init__(self, maps: Sequence[ExtentMap], region_bytes: int) -> None:
@@ -221,35 +221,47 @@ class Adoption:
         self._firsts = np.zeros(size, np.uint64)
         self._firsts[at] = self._starts
         self._free = np.concatenate([region.free for region in regions]) if regions else np.empty(0, np.bool_)
+        self._left = int(np.count_nonzero(self._free))
 
-    def maps_of(self, volumes: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64] | None:
-        """Which map, in the order of their volumes, each extent is of; None if one is of none."""
-        found = np.minimum(np.searchsorted(self._volumes, volumes), max(0, len(self._volumes) - 1))
-        known = self._volumes.size and (self._volumes.take(found) == volumes).all()
-        return found if known or not volumes.size else None
+    def maps_of(self, volumes: npt.NDArray[np.unsignedinteger]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Which map, in the order of their volumes, each extent is of; and whether it is of one at all."""
+        if not self._volumes.size:
+            return np.zeros(len(volumes), np.int64), np.zeros(len(volumes), bool)
+        found = np.minimum(np.searchsorted(self._volumes, volumes), len(self._volumes) - 1)
+        return found, self._volumes.take(found) == volumes
 
     def take(
-        self, maps: npt.NDArray[np.int64], offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint32]
-    ) -> bool:
-        """Give slots to extents, of ``maps`` as `maps_of` says; False if one has none, or if that has an owner."""
-        if not offsets.size:
-            return True
+        self,
+        maps: npt.NDArray[np.int64],
+        offsets: npt.NDArray[np.unsignedinteger],
+        lengths: npt.NDArray[np.unsignedinteger],
+        wanted: npt.NDArray[np.bool_],
+    ) -> npt.NDArray[np.bool_]:
+        """Give slots to the extents that are ``wanted``, of ``maps`` as `maps_of` says; which of them got one.
+
+        None is given to an extent that is no slot, nor to one that another has: the first of them keeps it.
+        """
+        if not wanted.any():
+            return np.zeros(len(offsets), bool)
         numbers = offsets // self._region_bytes
-        if (numbers >= self._limits.take(maps)).any():
-            return False
-        regions = (self._bases.take(maps) + numbers).astype(np.int64)
+        fits = wanted & (numbers < self._limits.take(maps))
+        regions = np.where(fits, self._bases.take(maps) + numbers, 0).astype(np.int64)
         sizes = self._slot_bytes.take(regions)
-        if (sizes != lengths).any() or not sizes.all():
-            return False
-        slots, odd = np.divmod(offsets - numbers * self._region_bytes, sizes)
-        if odd.any() or (slots >= self._slots.take(regions)).any():
-            return False
-        wanted = (self._firsts.take(regions) + slots).astype(np.int64)
-        if not self._free.take(wanted).all():
-            return False
-        left = np.count_nonzero(self._free) - len(wanted)
-        self._free[wanted] = False
-        return bool(np.count_nonzero(self._free) == left)  # else two of these have one slot
+        fits &= (sizes == lengths) & (sizes > 0)
+        slots, odd = np.divmod(offsets - numbers * self._region_bytes, np.maximum(sizes, 1))
+        fits &= (odd == 0) & (slots < self._slots.take(regions))
+        places = np.where(fits, self._firsts.take(regions) + slots, 0).astype(np.int64)
+        if fits.any():
+            fits &= self._free.take(places)
+        taken = places[fits]
+        self._free[taken] = False
+        left = int(np.count_nonzero(self._free))
+        if self._left - left != len(taken):  # two of them have one slot
+            first = np.zeros(len(taken), bool)
+            first[np.unique(taken, return_index=True)[1]] = True
+            fits[np.flatnonzero(fits)[~first]] = False
+        self._left = left
+        return fits
 
     def finish(self) -> None:
         """Let the maps know."""

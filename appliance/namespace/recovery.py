@@ -8,26 +8,32 @@ guessed at. After an unclean stop blocks whose flush is not known become suspect
 from __future__ import annotations
 
 import logging
-import struct
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from forebay.appliance.namespace.blocks import Engine, owner_key
+from forebay.appliance.namespace.blocks import Engine
 from forebay.appliance.namespace.checkpoint import load_checkpoint
 from forebay.appliance.namespace.desired_state import DesiredState
-from forebay.appliance.namespace.records import FLUSHED, Record
+from forebay.appliance.namespace.record_batch import RecordBatch
+from forebay.appliance.namespace.records import FLUSHED
 from forebay.appliance.namespace.store import Op
+from forebay.appliance.namespace.takeover import Takeover
 from forebay.errors import MetadataCorrupt
-from forebay.ids import StoredKey, split_stored_key
 from forebay.index import BlockIndex, Rows, RowState, findable
 
 __all__ = ["Recovered", "load_index", "recover"]
 
 _log = logging.getLogger(__name__)
-_BATCH = 8192
+_BATCH = 1 << 15
+_OWN_ROWS = 1 << 20
+"""Rows looked at together: their columns should not take as much memory as the index."""
+_OWNER_DTYPE = np.dtype([("volume", ">u4"), ("offset_bytes", ">u8")])
+"""A key of the owners family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,35 +70,36 @@ async def recover(
 
 
 async def _from_records(engine: Engine, known: set[int]) -> Recovered:
-    batch: list[tuple[StoredKey, Record]] = []
+    takeover = Takeover(engine.space)
     drop: list[Op] = []
     sequences: list[npt.NDArray[np.uint64]] = []
     rows: list[Rows] = []
-
-    def insert() -> None:
+    for pairs in _batches(engine.store.scan("blocks"), _BATCH):
+        stored, values = zip(*pairs, strict=True)
+        batch, stands = RecordBatch.decode(stored, values)
+        mine = _known(batch, known)
+        mine[mine] = _own(takeover, batch.only(mine))
+        stands[stands] = mine
+        batch = batch.only(mine)
         rows.append(_insert(engine, batch))
-        sequences.append(np.array([record.sequence for _, record in batch], dtype=np.uint64))
-        batch.clear()
-
-    for stored, value in engine.store.scan("blocks"):
-        record = _sound(engine, known, stored, value)
-        if record is None or not engine.space.adopt(record.extent, split_stored_key(stored)[3].scope):
-            _log.error("the record of an extent that has another owner, or of no known namespace, is dropped")
-            drop.append(Op("blocks", stored, None))
-            continue
-        batch.append((StoredKey(stored), record))
-        if len(batch) == _BATCH:
-            insert()
-    if batch:
-        insert()
+        sequences.append(batch.prefixes["sequence"])
+        drop += [Op("blocks", stored[i], None) for i in np.flatnonzero(~stands).tolist()]
+    takeover.finish()
     if drop:
+        _log.error("%d records that are bad, of no known namespace, or of an owned extent are dropped", len(drop))
         await engine.store.write(drop)
     if rows:
         order = np.argsort(np.concatenate(sequences), kind="stable")
         engine.policy.used(engine.index, np.concatenate(rows)[order])  # the order of commits is all that is known
-        engine.changes.skip_to(int(max(s.max() for s in sequences)))
+        engine.changes.skip_to(max(int(s.max(initial=0)) for s in sequences))
     await _drop_stale_owners(engine)
     return Recovered(0, 0, len(drop))
+
+
+def _batches(pairs: Iterable[tuple[bytes, bytes]], size: int) -> Iterator[list[tuple[bytes, bytes]]]:
+    left = iter(pairs)
+    while batch := list(islice(left, size)):
+        yield batch
 
 
 def load_index(engine: Engine, known: set[int], path: Path, node_id: bytes) -> bool:
@@ -115,15 +122,17 @@ def load_index(engine: Engine, known: set[int], path: Path, node_id: bytes) -> b
         while (rows := index.find(digests))[rows >= 0].size:  # a key may stand in two rows of a fuzzy copy
             _drop_rows(index, np.unique(rows[rows >= 0]))
         values = engine.store.multi_get("blocks", keys)
-        batch = []
-        for stored, value in zip(keys, values, strict=True):
-            record = _sound(engine, known, stored, value) if value is not None else None
-            if record is not None:
-                batch.append((stored, record))
-        if batch:
-            engine.policy.used(index, _insert(engine, batch))
-    if not engine.space.adopt_all(index, _found(index)):
-        raise MetadataCorrupt("two blocks have one extent, or a block has none", field="checkpoint")
+        there = [(stored, value) for stored, value in zip(keys, values, strict=True) if value is not None]
+        if there:
+            batch, _ = RecordBatch.decode(*zip(*there, strict=True))
+            engine.policy.used(index, _insert(engine, batch.only(_known(batch, known))))
+    takeover, rows = Takeover(engine.space), _found(index)
+    for start in range(0, len(rows), _OWN_ROWS):
+        part = rows[start : start + _OWN_ROWS]
+        columns = (index.namespace, index.scope, index.volume, index.offset, index.length)
+        if not takeover.own(*(column.take(part) for column in columns)).all():
+            raise MetadataCorrupt("two blocks have one extent, or a block has none", field="checkpoint")
+    takeover.finish()
     return True
 
 
@@ -145,38 +154,37 @@ def _doubt(index: BlockIndex) -> int:
     return len(rows)
 
 
-def _sound(engine: Engine, known: set[int], stored: bytes, value: bytes) -> Record | None:
-    """The record, if it decodes and its namespace has the volume it names."""
-    try:
-        record = Record.decode(value)
-        namespace = split_stored_key(stored)[0]
-    except (MetadataCorrupt, struct.error) as error:
-        _log.error("a block record is bad: %s", error)
-        return None
-    volume = engine.space.volumes.get(record.extent.volume)
-    if namespace not in known or volume is None or volume.namespace != namespace:
-        return None
-    return record
+def _known(batch: RecordBatch, known: set[int]) -> npt.NDArray[np.bool_]:
+    """Which records are of these namespaces, and fit into their extents."""
+    lengths = batch.prefixes["length_bytes"]
+    fits: npt.NDArray[np.bool_] = (batch.prefixes["value_bytes"] <= lengths) & (lengths < 1 << 32)
+    return fits & np.isin(batch.keys["namespace"], sorted(known))
 
 
-def _insert(engine: Engine, batch: list[tuple[StoredKey, Record]]) -> Rows:
-    parts = [split_stored_key(stored) for stored, _ in batch]
-    records = [record for _, record in batch]
-    return engine.index.insert(
-        engine.index.digests([stored for stored, _ in batch]),
-        [r.checksums for r in records],
-        write_id=np.frombuffer(b"".join(r.write_id for r in records), "<u8").reshape(-1, 2),
-        offset=[r.extent.offset_bytes for r in records],
-        generation=[part[2] for part in parts],
-        volume=[r.extent.volume for r in records],
-        namespace=[part[0] for part in parts],
-        length=[r.extent.length_bytes for r in records],
-        value_length=[r.value_bytes for r in records],
-        retain_until_s=[r.retain_until_ms // 1000 for r in records],
-        expires_s=[r.expires_ms // 1000 for r in records],
-        scope=[part[3].scope for part in parts],
+def _own(takeover: Takeover, batch: RecordBatch) -> npt.NDArray[np.bool_]:
+    keys, prefixes = batch.keys, batch.prefixes
+    columns = (prefixes[name] for name in ("volume", "offset_bytes", "length_bytes"))
+    return takeover.own(keys["namespace"], keys["scope"], *columns)
+
+
+def _insert(engine: Engine, batch: RecordBatch) -> Rows:
+    keys, prefixes = batch.keys, batch.prefixes
+    return engine.index.insert_packed(
+        engine.index.digests(batch.stored),
+        prefixes["tiles"],
+        batch.sums,
+        write_id=np.frombuffer(prefixes["write_id"].tobytes(), "<u8").reshape(-1, 2),
+        offset=prefixes["offset_bytes"],
+        generation=keys["generation"],
+        volume=prefixes["volume"],
+        namespace=keys["namespace"],
+        length=prefixes["length_bytes"],
+        value_length=prefixes["value_bytes"],
+        retain_until_s=prefixes["retain_until_ms"] // 1000,
+        expires_s=prefixes["expires_ms"] // 1000,
+        scope=keys["scope"],
         state=RowState.VISIBLE,
-        flags=[r.flags for r in records],
+        flags=prefixes["flags"],
     )
 
 
@@ -184,8 +192,34 @@ async def _drop_stale_owners(engine: Engine) -> None:
     """Make the owners family say what the blocks family says: one entry an extent."""
     index = engine.index
     rows = _found(index)
-    owned = {owner_key(v, o) for v, o in zip(index.volume[rows].tolist(), index.offset[rows].tolist(), strict=True)}
-    stale = [Op("owners", key, None) for key, _ in engine.store.scan("owners") if key not in owned]
+    order = np.lexsort((index.offset[rows], index.volume[rows]))
+    volumes, offsets = index.volume[rows][order], index.offset[rows][order]
+    stale: list[Op] = []
+    for pairs in _batches(engine.store.scan("owners"), _BATCH):
+        keys = [key for key, _ in pairs]
+        owned = _standing(keys, volumes, offsets)
+        stale += [Op("owners", keys[i], None) for i in np.flatnonzero(~owned).tolist()]
     if stale:
         _log.warning("%d entries of the owners family had no block and are gone", len(stale))
         await engine.store.write(stale)
+
+
+def _standing(
+    keys: Sequence[bytes], volumes: npt.NDArray[np.uint32], offsets: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.bool_]:
+    """Which keys of the owners family are of one of these extents, which are in order of volume and offset."""
+    whole = np.array([len(key) == _OWNER_DTYPE.itemsize for key in keys])
+    found = np.zeros(len(keys), bool)
+    entries = np.frombuffer(
+        b"".join([key for key, fits in zip(keys, whole.tolist(), strict=True) if fits]), _OWNER_DTYPE
+    )
+    there = np.zeros(len(entries), bool)
+    for volume in np.unique(entries["volume"]).tolist():
+        mine = entries["volume"] == volume
+        first, end = np.searchsorted(volumes, [volume, volume + 1])
+        of_volume, wanted = offsets[first:end], entries["offset_bytes"][mine]
+        if of_volume.size:
+            at = np.minimum(np.searchsorted(of_volume, wanted), len(of_volume) - 1)
+            there[mine] = of_volume[at] == wanted
+    found[whole] = there
+    return found

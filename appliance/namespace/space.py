@@ -19,7 +19,7 @@ import asyncio
 import logging
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from forebay.appliance.dataplane.extents import Adoption, ExtentMap, Region
+from forebay.appliance.dataplane.extents import ExtentMap, Region
 from forebay.appliance.dataplane.interface import Target, VolumeSpec
 from forebay.appliance.namespace.desired_state import Volume
 from forebay.appliance.namespace.quarantine import SHARE, Quarantine, Quarantined
@@ -36,7 +36,6 @@ from forebay.appliance.namespace.store import Op, Store
 from forebay.crashpoints import crash_point
 from forebay.errors import ForebayError, MetadataCorrupt, NoSpace, TargetFailed
 from forebay.ids import LBA_BYTES, Extent, VolumeId
-from forebay.index import BlockIndex, Rows
 
 __all__ = ["Drive", "DriveState", "Space"]
 
@@ -44,8 +43,6 @@ _log = logging.getLogger(__name__)
 
 _REGION_KEY = struct.Struct(">II")
 _REGION_VALUE = struct.Struct(">I")
-_ADOPT_ROWS = 1 << 20
-"""Rows looked at together: their columns should not take as much memory as the index."""
 
 
 class DriveState(StrEnum):
@@ -259,14 +256,6 @@ class Space:
             self.maps[extent.volume].give(extent)
         self._scoped[self.volumes[extent.volume].namespace, scope] -= extent.length_bytes
 
-    def adopt(self, extent: Extent, scope: int) -> bool:
-        """Mark an extent that a record owns; False if it cannot be owned by it."""
-        extents = self.maps.get(extent.volume)
-        if extents is None or not extents.adopt(extent):
-            return False
-        self._scoped[self.volumes[extent.volume].namespace, scope] += extent.length_bytes
-        return True
-
     def quarantine_left_bytes(self, volume: VolumeId) -> int:
         """How much more of a volume may be kept from use; 0 for one that is gone."""
         found = self.volumes.get(volume)
@@ -295,29 +284,9 @@ class Space:
             extents.disown_all()
             self._adopt_quarantined(extents)
 
-    def adopt_all(self, index: BlockIndex, rows: Rows) -> bool:
-        """Mark the extents of all these rows as owned, at once; False if any cannot be."""
-        adoption = Adoption(list(self.maps.values()), self.region_bytes)
-        owners = np.array([self.volumes[v].namespace for v in sorted(self.maps)], np.uint32)
-        scoped: Counter[tuple[int, int]] = Counter()
-        for start in range(0, len(rows), _ADOPT_ROWS):
-            part = rows[start : start + _ADOPT_ROWS]
-            maps, lengths = adoption.maps_of(index.volume.take(part)), index.length.take(part)
-            if (
-                maps is None
-                or (owners.take(maps) != index.namespace.take(part)).any()
-                or not adoption.take(maps, index.offset.take(part), lengths)
-            ):
-                return False
-            scope_of = index.scope.take(part)
-            scopes = np.unique(scope_of)
-            sums = np.bincount(maps * len(scopes) + np.searchsorted(scopes, scope_of), weights=lengths)
-            for at in np.flatnonzero(sums).tolist():
-                where, scope = divmod(at, len(scopes))
-                scoped[int(owners[where]), int(scopes[scope])] += int(sums[at])
-        adoption.finish()
-        self._scoped.update(scoped)
-        return True
+    def add_scoped(self, used_bytes: Mapping[tuple[int, int], int]) -> None:
+        """Bytes of extents that blocks of a namespace's scope were found to own."""
+        self._scoped.update(used_bytes)
 
     # ------------------------------------------------------------------------------------------------ regions
 

@@ -12,6 +12,7 @@ from perf.ratios import (
     get_disk,
     get_redis,
     get_tcp,
+    kill,
     match,
     outside,
     put_full,
@@ -37,7 +38,8 @@ BENCHMARKS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "checksum": checksum.run,
     "flush": flush.run,
     "scale": scale.run,
+    "kill": kill.run,
 }
 
-NOT_UNASKED = frozenset({"scale"})
+NOT_UNASKED = frozenset({"scale", "kill"})
 """Comparisons that take long, and are made only when named."""

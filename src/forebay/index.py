@@ -226,6 +226,14 @@ class BlockIndex:
         ``sums`` are the tile checksums of each; ``columns`` are arrays or scalars for the other columns. Raises
         `NoSpace` when the index is full.
         """
+        tiles = np.array([len(s) for s in sums], dtype=np.uint16)
+        packed = np.array([one for s in sums for one in s], dtype=np.uint32)
+        return self.insert_packed(digests, tiles, packed, **columns)
+
+    def insert_packed(
+        self, digests: Digests, tiles: npt.NDArray[np.uint16], sums: npt.NDArray[np.uint32], **columns: Any
+    ) -> Rows:
+        """`insert` of blocks with so many ``tiles`` each, whose checksums stand one block's after another's."""
         count = len(digests)
         rows = self._take_rows(count)
         for name, values in columns.items():
@@ -233,12 +241,10 @@ class BlockIndex:
         self.digest[rows] = digests
         self.leases[rows] = 0
         self.pins[rows] = columns.get("pins", 0)
-        sizes = np.array([len(s) for s in sums], dtype=np.uint16)
-        self.tiles[rows] = sizes
-        for tiles in np.unique(sizes).tolist():
-            mine = sizes == tiles
-            batch = np.array([s for s, m in zip(sums, mine, strict=True) if m], dtype=np.uint32)
-            self.sums[rows[mine]] = self.pool(tiles).put(batch)
+        self.tiles[rows] = tiles
+        for size in np.unique(tiles).tolist():
+            mine = tiles == size
+            self.sums[rows[mine]] = self.pool(size).put(sums[np.repeat(mine, tiles)].reshape(-1, size))
         self._link(rows, digests)
         self.count += count
         return rows
@@ -267,9 +273,9 @@ class BlockIndex:
     def checksums(self, rows: Rows) -> bytes:
         """Tile checksums of ``rows``, one after another, packed u32."""
         tiles = self.tiles[rows]
-        sizes = np.unique(tiles)
-        if len(sizes) == 1:
-            return self.pools[int(sizes[0])].data[self.sums[rows]].tobytes()
+        size = tiles.item(0) if len(tiles) else 0
+        if (tiles == size).all():
+            return self.pools[size].data[self.sums[rows]].tobytes()
         pools, places = self.pools, self.sums[rows].tolist()
         return b"".join([pools[n].data[p].tobytes() for n, p in zip(tiles.tolist(), places, strict=True)])
 

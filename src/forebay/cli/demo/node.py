@@ -52,6 +52,21 @@ class DemoNode:
     def token(self) -> str:
         return (self.data / "admin.token").read_text().strip()
 
+    @property
+    def command(self) -> list[str]:
+        """The daemon's command line."""
+        command = [sys.executable, "-m", "forebay.cli.main", "serve", "--data", str(self.data)]
+        return [*command, "--capacity", str(self._capacity_bytes), "--listen", self._listen]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The daemon's environment: what configures other nodes must not configure this one.
+
+        All but the control service take any free port.
+        """
+        mine = {name: value for name, value in os.environ.items() if not name.startswith("FOREBAY_")}
+        return mine | {"FOREBAY_TARGET_LISTEN": "127.0.0.1:0", "FOREBAY_HTTP_LISTEN": "127.0.0.1:0"}
+
     def admin(self) -> Admin:
         """A new administrative connection."""
         from forebay.client import Admin
@@ -61,20 +76,15 @@ class DemoNode:
     def start(self) -> float:
         """Start the daemon, which starts the target; returns the seconds until it serves. Raises `Unavailable`."""
         began = time.monotonic()
-        command = [sys.executable, "-m", "forebay.cli.main", "serve", "--data", str(self.data)]
-        command += ["--capacity", str(self._capacity_bytes), "--listen", self._listen]
-        # What configures other nodes must not configure this one; all but the control service take any free port.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("FOREBAY_")}
-        environment |= {"FOREBAY_TARGET_LISTEN": "127.0.0.1:0", "FOREBAY_HTTP_LISTEN": "127.0.0.1:0"}
         with self._log.open("ab") as log, deferred():  # a process that was started is also known
             # A session of its own: Ctrl-C on the terminal is for the demo alone.
             self._daemon = subprocess.Popen(
-                command,
+                self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=environment,
+                env=self.environment,
             )
         while not self._serves():
             if self._daemon.poll() is not None:
