@@ -273,9 +273,9 @@ class BlockIndex:
     def checksums(self, rows: Rows) -> bytes:
         """Tile checksums of ``rows``, one after another, packed u32."""
         tiles = self.tiles[rows]
-        size = tiles.item(0) if len(tiles) else 0
-        if (tiles == size).all():
-            return self.pools[size].data[self.sums[rows]].tobytes()
+        sizes = np.unique(tiles)
+        if len(sizes) == 1:
+            return self.pools[int(sizes[0])].data[self.sums[rows]].tobytes()
         pools, places = self.pools, self.sums[rows].tolist()
         return b"".join([pools[n].data[p].tobytes() for n, p in zip(tiles.tolist(), places, strict=True)])
 
