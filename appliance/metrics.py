@@ -116,7 +116,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "forebay_call_duration_seconds",
         "histogram",
-        "From the request's arrival to its answer; streams (Wait, Watch) are not in it.",
+        "From the request's arrival to its answer; streams (Calls, Wait, Watch) are not in it, messages of Calls are.",
         ("protocol", "method"),
     ),
     MetricSpec("forebay_calls_in_flight", "gauge", "Calls being worked on.", ("protocol", "method")),
