@@ -63,7 +63,8 @@ _OPTIONS = [
     # A connection that nothing comes from any more, without an end, is given up, and another one tried. The node takes
     # a ping every five seconds.
     ("grpc.keepalive_time_ms", 6_000),
-    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # a minute else, whatever the line above says
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # Two clients in one process must not share a connection that one of them closes.

@@ -16,6 +16,8 @@ __all__ = ["ControlServer"]
 _DATA = "forebay.v1.Blocks"
 _ADMIN = "forebay.v1.Admin"
 _GRACE_S = 2.0
+_MAX_STREAMS = 512
+"""Calls of one connection at a time, however little of them has come: more wait at the client."""
 
 
 class ControlServer:
@@ -29,6 +31,12 @@ class ControlServer:
                 ("grpc.so_reuseport", 0),  # two nodes on one port would share its clients
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.keepalive_permit_without_calls", 1),
+                # Peers that stand, or say nothing from the start, take no place for long.
+                ("grpc.keepalive_time_ms", 20_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.ping_timeout_ms", 10_000),  # a minute else, whatever the line above says
+                ("grpc.server_handshake_timeout_ms", 10_000),
+                ("grpc.max_concurrent_streams", _MAX_STREAMS),
             ]
         )
         self._streams = CallStreams(calls, data.methods())

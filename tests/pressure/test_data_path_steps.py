@@ -6,7 +6,6 @@ The steps are those that a run without a cut goes through, so that a new one is 
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,6 @@ from forebay.testing.proxy import Action, Cut, FaultProxy, Moment
 from forebay.testing.steps import NvmeTcpSteps
 from tests.pressure.conftest import HANG_S, Node, eventually, own_threads
 
-LONG = os.environ.get("FOREBAY_TEST_PROFILE") == "long"
 DEADLINE_MS = 1_000
 LATE_S = 1.5
 OPTIONS = ClientOptions(deadline_ms=DEADLINE_MS, nvme_tcp=NvmeTcpOptions(connections=1, keep_alive_ms=600))
@@ -39,13 +37,7 @@ FAULTS = [
     for moment, action in itertools.product(Moment, Action)
     if action is not Action.DELAY or moment is Moment.BEFORE
 ]
-QUICK = {
-    (Moment.BEFORE, Action.SILENCE),
-    (Moment.INSIDE, Action.RESET),
-    (Moment.AFTER, Action.HALF_OPEN),
-    (Moment.AFTER, Action.ORPHAN),
-    (Moment.BEFORE, Action.DELAY),
-}
+QUICK = {(Moment.BEFORE, Action.SILENCE), (Moment.INSIDE, Action.RESET)}
 STEPS = {
     *("ic_req", "ic_resp", "connect_admin", "connect_admin.response", "connect_io", "connect_io.response"),
     *("property_get", "property_get.response", "property_set", "property_set.response"),
