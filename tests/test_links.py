@@ -11,7 +11,9 @@ from forebay.cli.topics import TOPICS
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 CODE = sorted(
-    path for name in ("appliance", "client", "src/forebay", "perf", "tests") for path in (ROOT / name).rglob("*.py")
+    path
+    for name in ("appliance", "client", "connectors", "src/forebay", "perf", "tests")
+    for path in (ROOT / name).rglob("*.py")
 )
 
 

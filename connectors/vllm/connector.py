@@ -190,6 +190,9 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler.ended(request)
         return False, None
 
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.waited_for
+
     def reset_cache(self) -> bool:
         """Nothing is kept here, and what is stored belongs to all replicas: weights that change have a generation."""
         return True

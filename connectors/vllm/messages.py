@@ -36,8 +36,9 @@ class WorkerFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class SessionOffer:
-    """For workers that have not joined the session yet. ``token`` is a secret."""
+    """For workers that have not joined the session yet. ``number`` counts sessions; ``token`` is a secret."""
 
+    number: int
     token: bytes
     schema: bytes
 
@@ -64,12 +65,15 @@ class Save:
 class StepWork(KVConnectorMetadata):  # type: ignore[misc]
     """What the workers are to do with this step; all of them the same.
 
-    ``idle`` says that nothing is computed in this step, so that waiting a moment costs nobody anything.
+    ``plans`` are what several ranks write earlier saves by, by their numbers; ``dropped`` saves have none. ``idle``
+    says that nothing is computed in this step, so that waiting a moment costs nobody anything.
     """
 
     offer: SessionOffer | None = None
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
+    plans: tuple[tuple[int, bytes], ...] = ()
+    dropped: tuple[int, ...] = ()
     idle: bool = False
 
 
@@ -77,15 +81,24 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What happened at the workers since their last report; vLLM adds up those of one step.
 
-    ``joined`` are the ranks that have joined the session, ``saved`` the numbers of saves that have ended, well or not.
+    ``joined`` is, by rank, the number of the session that it has joined and its NVMe host there; ``saved`` how many
+    ranks have done with a save, well or not; ``failed`` the saves that a rank could not carry out.
     """
 
-    joined: set[int] = field(default_factory=set)
-    saved: set[int] = field(default_factory=set)
+    joined: dict[int, tuple[int, str]] = field(default_factory=dict)
+    saved: dict[int, int] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """This report and another worker's."""
         assert isinstance(other, WorkerReport)
         self.joined |= other.joined
-        self.saved |= other.saved
+        for number, ranks in other.saved.items():
+            self.saved[number] = self.saved.get(number, 0) + ranks
+        self.failed |= other.failed
         return self
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (self.joined or self.saved or self.failed)

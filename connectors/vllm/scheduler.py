@@ -19,6 +19,7 @@ from forebay.connectors.vllm.counters import Counters
 from forebay.connectors.vllm.link import Link
 from forebay.connectors.vllm.messages import Load, Save, SessionOffer, StepWork, WorkerReport
 from forebay.connectors.vllm.requests import Probe, Tracked
+from forebay.connectors.vllm.saves import Saves
 from forebay.connectors.vllm.settings import Settings
 from forebay.ids import MAX_BATCH_KEYS, BlockKey
 from forebay.schema import Schema
@@ -47,10 +48,7 @@ class SchedulerHalf:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._offer: SessionOffer | None = None
-        self._joined: set[int] = set()
-        self._saves = 0
-        self._saving: dict[int, Save] = {}
-        self._saving_keys: set[bytes] = set()
+        self._saves = Saves(ranks, settings.save_timeout_ms, counters)
 
     def start(self, schema: Schema, options: ClientOptions) -> None:
         """Connect to the node; if that fails, go on trying in the background."""
@@ -75,6 +73,7 @@ class SchedulerHalf:
     def close(self) -> None:
         """End the session."""
         self._probing.shutdown(wait=False, cancel_futures=True)
+        self._saves.close()
         if self._link is not None:
             self._link.close()
 
@@ -107,7 +106,7 @@ class SchedulerHalf:
         prefix = variant(adapter=content, salt=salt)
         if not hashes:
             return Probe(prefix)
-        scope = client.scope_ids.get(self._settings.scope, 0)
+        scope = self._scope(client)
         keys = [BlockKey(prefix + block_hash, 0, scope) for block_hash in hashes]
         reasons = client.match(keys, deadline_ms=self._settings.probe_timeout_ms).reasons
         if self._link is not None:
@@ -157,24 +156,32 @@ class SchedulerHalf:
     def step(self, output: Any) -> StepWork:
         """What the workers are to do with the step that the scheduler has just made (vLLM's `SchedulerOutput`)."""
         saves: tuple[Save, ...] = ()
+        plans: list[tuple[int, bytes]] = []
+        dropped: list[int] = []
         try:
+            plans, dropped = self._saves.tell()
             if self._settings.mode == "on" and self._settings.save != "none":
                 saves = self._to_save(output)
         except Exception:  # loads must begin whatever becomes of saves: requests wait for them
             _log.exception("no saves in this step")
         loads, self._loads = tuple(self._loads), []
-        return StepWork(self._to_offer(), loads, saves, idle=not output.total_num_scheduled_tokens)
+        idle = not output.total_num_scheduled_tokens
+        return StepWork(self._to_offer(), loads, saves, tuple(plans), tuple(dropped), idle)
 
     def _to_offer(self) -> SessionOffer | None:
         client = self._client()
         if client is None or self._schema is None or self._settings.mode != "on":
             return None
-        if self._offer is None:
-            self._offer = SessionOffer(client.join_token, self._schema.cbor)
-        return self._offer if len(self._joined) < self._ranks else None
+        if self._offer is None or (self._ranks > 1 and self._offer.token != client.join_token):
+            # Several ranks write together in one session only: when it was lost, they join the new one.
+            number = self._offer.number + 1 if self._offer else 1
+            self._offer = SessionOffer(number, client.join_token, self._schema.cbor)
+            self._saves.hosts.clear()
+        return self._offer if len(self._saves.hosts) < self._ranks else None
 
     def _to_save(self, output: Any) -> tuple[Save, ...]:
-        if self._client() is None:
+        client, link = self._client(), self._link
+        if client is None or link is None or not self._saves.ready:
             return ()
         keys: list[bytes] = []
         blocks: list[int] = []
@@ -184,11 +191,7 @@ class SchedulerHalf:
                 self._whole_blocks(tracked, scheduled, output.kv_connector_block_state, keys, blocks)
         if not keys:
             return ()
-        self._saves += 1
-        save = Save(self._saves, tuple(keys), tuple(blocks))
-        self._saving[save.number] = save
-        self._saving_keys.update(keys)
-        return (save,)
+        return (self._saves.begin(link, client, self._scope(client), keys, blocks),)
 
     def _whole_blocks(self, tracked: Tracked, scheduled: int, state: Any, keys: list[bytes], blocks: list[int]) -> None:
         """Add the blocks of a request that are whole after this step, and that nobody has as far as is known."""
@@ -206,9 +209,14 @@ class SchedulerHalf:
         tracked.considered = whole
         (table,) = state.get_block_ids(request.request_id)
         for row, key in zip(rows, tracked.keys(answer.variant, rows), strict=True):
-            if not answer.has(row) and key not in self._saving_keys and key not in keys:
+            if not answer.has(row) and not self._saves.has(key) and key not in keys:
                 keys.append(key)
                 blocks.append(table[row])
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether workers wait for another step, to be told what they write by."""
+        return self._saves.to_tell
 
     # --- what workers tell ------------------------------------------------------------------------------------------
 
@@ -223,11 +231,10 @@ class SchedulerHalf:
             tracked.loading = ()
         if report is None:
             return
-        self._joined |= report.joined
-        for number in report.saved:
-            save = self._saving.pop(number, None)
-            if save is not None:
-                self._saving_keys.difference_update(save.keys)
+        for rank, (number, host) in report.joined.items():
+            if self._offer is not None and number == self._offer.number:
+                self._saves.hosts[rank] = host
+        self._saves.heard(self._client(), report.saved, report.failed)
 
     def ended(self, request: Any) -> None:
         """A request is over, in whatever way."""
@@ -237,3 +244,6 @@ class SchedulerHalf:
 
     def _client(self) -> Client | None:
         return None if self._link is None else self._link.client
+
+    def _scope(self, client: Client) -> int:
+        return client.scope_ids.get(self._settings.scope, 0)

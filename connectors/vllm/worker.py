@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from forebay.client import Client, ClientOptions
+from forebay.client import Client, ClientOptions, WritePlan
 from forebay.clock import Clock
 from forebay.connectors.vllm.blocks import BlockTensors
 from forebay.connectors.vllm.counters import Counters
@@ -23,8 +23,8 @@ from forebay.connectors.vllm.link import Link
 from forebay.connectors.vllm.messages import Load, Save, SessionOffer, StepWork, WorkerFacts, WorkerReport
 from forebay.connectors.vllm.settings import Settings
 from forebay.ids import BlockKey
-from forebay.ranks import held_tiles
-from forebay.schema import Schema
+from forebay.ranks import held_tiles, written_tiles
+from forebay.schema import Group, Schema
 
 __all__ = ["WorkerHalf"]
 
@@ -34,6 +34,7 @@ _LOADERS = 4
 _PART_BYTES = 16 << 20
 """A load is made in parts of about this size, each copied into the cache while others are read."""
 _IDLE_S = 0.001
+_NOT_PLANNED = frozenset({"already_exists", "pending"})
 _LOST = {"absent": "evicted", "deadline_exceeded": "late"}
 """What a block is lost to that was there when it was looked up."""
 
@@ -51,10 +52,12 @@ class WorkerHalf:
         self._clock = clock
         self._caches: list[Any] = []
         self._facts: WorkerFacts | None = None
+        self._offer: SessionOffer | None = None
         self._link: Link | None = None
         self._tensors: BlockTensors | None = None
+        self._group: Group | None = None
         self._tiles: tuple[int, ...] = ()
-        self._told_joined = False
+        self._told = (0, "")
         self._loading = ThreadPoolExecutor(_LOADERS, "forebay-load")
         self._storing = ThreadPoolExecutor(1, "forebay-save")
         self._happened = threading.Condition()
@@ -62,8 +65,9 @@ class WorkerHalf:
         self._cancelled: set[str] = set()
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._saved: set[int] = set()
+        self._report = WorkerReport()
         self._staged_bytes = 0
+        self._staged: dict[int, tuple[Save, Any]] = {}
 
     def register(self, caches: Sequence[Any], facts: WorkerFacts) -> None:
         """The KV cache of each layer, in the order of ``facts.layers``."""
@@ -88,8 +92,16 @@ class WorkerHalf:
 
     def begin(self, work: StepWork) -> None:
         """Take note of the session that is offered, and start loads."""
-        if work.offer is not None and self._link is None:
+        if work.offer is not None and work.offer != self._offer:
             self._join(work.offer)
+        for number, plan in work.plans:
+            staged = self._staged.pop(number, None)
+            if staged is not None:
+                self._storing.submit(self._store, *staged, plan)
+        for number in work.dropped:
+            staged = self._staged.pop(number, None)
+            if staged is not None:
+                self._done(staged[1].numel())
         for load in work.loads:
             with self._happened:
                 self._under_way[load.request] = load
@@ -99,6 +111,7 @@ class WorkerHalf:
         settings, schema = self._settings, Schema.from_cbor(offer.schema)
         assert self._facts is not None, "vLLM registers the caches before the first step"
         (group,) = schema.groups
+        self._group = group
         self._tiles = held_tiles(group, self._rank, self._ranks)
         self._tensors = BlockTensors(self._caches, group, self._facts.heads)
 
@@ -114,25 +127,45 @@ class WorkerHalf:
                 options=self._options,
             )
 
+        if self._link is not None:
+            self._loading.submit(self._link.close)
+        self._offer = offer
         self._link = Link(open_client, self._clock, f"forebay rank {self._rank}")
 
     def end(self, work: StepWork) -> None:
         """The step has been computed: take copies of the blocks that are whole now, and store them."""
         for save in work.saves:
-            tensors = self._tensors
+            tensors, size = self._tensors, 0
             assert tensors is not None, "a session is offered before the first save"
-            size = len(save.blocks) * tensors.value_bytes
+            if self._writes(save):
+                size = len(save.blocks) * tensors.value_bytes
             with self._happened:
                 fits = self._staged_bytes + size <= self._settings.staging_bytes
                 self._staged_bytes += size if fits else 0
-                if not fits:
-                    self._saved.add(save.number)
             if not fits:
                 self._counters.add("unstored_blocks", len(save.blocks), "no_staging")
+            if not fits or not size:
+                self._done(0, save.number, failed=not fits)
                 continue
             values = torch.empty((len(save.blocks), tensors.value_bytes), dtype=torch.uint8)
             tensors.gather(save.blocks, values)
-            self._storing.submit(self._store, save, values)
+            if self._ranks == 1:
+                self._storing.submit(self._store, save, values, b"")
+            else:
+                self._staged[save.number] = save, values
+
+    def _writes(self, save: Save) -> bool:
+        """Whether it is this rank that writes what it holds of a save: of ranks that hold the same, one does."""
+        assert self._group is not None
+        return bool(written_tiles(self._group, self._rank, self._ranks, turn=save.number))
+
+    def _done(self, staged_bytes: int, number: int | None = None, *, failed: bool = False) -> None:
+        with self._happened:
+            self._staged_bytes -= staged_bytes
+            if number is not None:
+                self._report.saved[number] = 1
+                if failed:
+                    self._report.failed.add(number)
 
     def received(self, ended: set[str], *, idle: bool) -> tuple[set[str], set[int]]:
         """Requests whose load has ended, well or not, and blocks that were not loaded; ``ended`` wait no more."""
@@ -146,13 +179,14 @@ class WorkerHalf:
 
     def report(self) -> WorkerReport | None:
         """What the scheduler's half should know, if there is anything."""
-        report = WorkerReport()
-        if not self._told_joined and self._link is not None and self._link.client is not None:
-            self._told_joined = True
-            report.joined.add(self._rank)
+        client = None if self._link is None else self._link.client
         with self._happened:
-            report.saved, self._saved = self._saved, set()
-        return report if report.joined or report.saved else None
+            report, self._report = self._report, WorkerReport()
+        if client is not None and self._offer is not None:
+            joined = (self._offer.number, client.host_nqn)
+            if joined != self._told:
+                self._told = report.joined[self._rank] = joined
+        return None if report.empty else report
 
     # --- in threads -------------------------------------------------------------------------------------------------
 
@@ -207,34 +241,40 @@ class WorkerHalf:
         self._counters.add("load_seconds", (self._clock.monotonic_ms() - started_ms) / 1000)
         return done
 
-    def _store(self, save: Save, values: Any) -> None:
+    def _store(self, save: Save, values: Any, plan: bytes) -> None:
+        failed = True
         try:
-            self._put(save, values)
+            failed = not self._put(save, values, plan)
         except Exception:  # the engine must live on; what is not stored is a miss later
             _log.exception("a save failed")
             self._counters.add("unstored_blocks", len(save.blocks), "error")
-        with self._happened:
-            self._staged_bytes -= values.numel()
-            self._saved.add(save.number)
+        self._done(values.numel(), save.number, failed=failed)
 
-    def _put(self, save: Save, values: Any) -> None:
+    def _put(self, save: Save, values: Any, plan: bytes) -> bool:
+        """Write a save, or this rank's tiles by a plan; whether nothing of it is left to be given up."""
         link, tensors = self._link, self._tensors
         assert link is not None and tensors is not None, "a session is offered before the first save"
         client = link.wait(self._settings.save_timeout_ms)
         if client is None:
             self._counters.add("unstored_blocks", len(save.blocks), "unavailable")
-            return
-        named = self._named(client, save.keys)
-        results = client.put(named, list(values.numpy()), deadline_ms=self._settings.save_timeout_ms)
-        link.note([result.reason for result in results])
-        for result in results:
-            if result.stored:
-                self._counters.add("stored_blocks")
-                self._counters.add("stored_bytes", tensors.value_bytes)
-            elif result.present:
-                self._counters.add("present_blocks")
-            else:
-                self._counters.add("unstored_blocks", reason=result.reason)
+            return False
+        rows, deadline_ms = list(values.numpy()), self._settings.save_timeout_ms
+        if plan:
+            parts = client.put_tiles(WritePlan.from_bytes(plan), self._tiles, rows, deadline_ms=deadline_ms)
+            # What was not planned was counted by whoever planned.
+            ended = [(part.reason, part.committed, part.reason in _NOT_PLANNED) for part in parts]
+        else:
+            blocks = client.put(self._named(client, save.keys), rows, deadline_ms=deadline_ms)
+            ended = [(block.reason, block.stored, block.present) for block in blocks]
+            self._counters.add("present_blocks", sum(block.present and not block.stored for block in blocks))
+        link.note([reason for reason, _, _ in ended])
+        stored = sum(done for _, done, _ in ended)
+        self._counters.add("stored_blocks", stored)
+        self._counters.add("stored_bytes", stored * tensors.value_bytes)
+        failed = [reason for reason, done, present in ended if not (done or present)]
+        for reason in failed:
+            self._counters.add("unstored_blocks", reason=reason)
+        return not failed
 
     def _named(self, client: Client, keys: Sequence[bytes]) -> list[BlockKey]:
         scope = client.scope_ids.get(self._settings.scope, 0)

@@ -77,6 +77,21 @@ class Engine:
             "cached": [each.num_cached_tokens for each in done],
         }
 
+    def abort(self, prompt: list[int], status: str) -> dict[str, Any]:
+        """Begin a request, give it up as soon as it has that status, and step until the engine has let go of it."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        params = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
+        engine.add_request("given up", {"prompt_token_ids": prompt}, params)
+        scheduler = engine.engine_core.engine_core.scheduler
+        while (found := [request.status.name for request in scheduler.requests.values()]) not in ([], [status]):
+            engine.step()
+        engine.abort_request(["given up"])
+        while scheduler.requests:
+            engine.step()
+        return {"status": found}
+
     def forget(self) -> dict[str, Any]:
         """Drop the engine's own prefix cache."""
         return {"dropped": self.llm.reset_prefix_cache()}
@@ -115,7 +130,7 @@ class Engine:
 
 def main(model: str, config: str) -> None:
     """Serve requests until standard input ends."""
-    os.environ |= _VARIABLES
+    os.environ.update({**_VARIABLES, **os.environ})
     answers_fd = os.dup(1)
     os.dup2(2, 1)  # vLLM and its libraries print where they like
     directory = Path(model)

@@ -7,11 +7,8 @@ small steps, so that it preempts and prefills in chunks.
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,92 +16,19 @@ from typing import Any
 import pytest
 
 from tests.client.conftest import NodeProcess, eventually
-from tests.connectors.engine import VOCABULARY
-from tests.envs import ENVIRONMENTS
+from tests.connectors.process import BLOCK, BLOCK_BYTES, BLOCKS, WHOLE, EngineProcess, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-BLOCK = 32
-TOKENS = 200
-WHOLE = TOKENS // BLOCK * BLOCK
-BLOCKS = TOKENS // BLOCK
-BLOCK_BYTES = 2 * 2 * BLOCK * 2 * 32 * 4
-"""Two layers, two heads, K and V of 32 floats."""
 LONG_ANSWER = 100
 LOAD_TIMEOUT_MS = 3_000
 SMALL = {"kv_cache_memory_bytes": 22 * BLOCK_BYTES, "max_model_len": 512, "max_num_batched_tokens": 128}
 
 
-def prompt(seed: int) -> list[int]:
-    return random.Random(seed).choices(range(VOCABULARY), k=TOKENS)
-
-
-class EngineProcess:
-    """A vLLM engine whose connector is at a node."""
-
-    def __init__(
-        self, node: NodeProcess, model: Path, log: Path, *, extra: dict[str, Any] | None = None, **arguments: Any
-    ):
-        env = ENVIRONMENTS["vllm"]
-        transfer = {
-            "kv_connector": "ForebayConnector",
-            "kv_connector_module_path": "forebay.connectors.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"url": node.url, **(extra or {})},
-        }
-        config = json.dumps({"kv_transfer_config": transfer, **arguments})
-        variables = {**env.variables(), "FOREBAY_TOKEN": node.token}
-        variables.pop("PYTHONHASHSEED", None)
-        self.log = log
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                [env.python, "-m", "tests.connectors.engine", model, config],
-                env=variables,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-            )
-        try:
-            assert self._answer() == {"ready": True}
-        except BaseException:
-            self.kill()
-            raise
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the engine has ended:\n{self.log.read_text()[-4000:]}"
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def ask(self, do: str, **request: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        print(json.dumps({"do": do, **request}), file=self.process.stdin, flush=True)
-        return self._answer()
-
-    def generate(self, *prompts: list[int], **request: Any) -> dict[str, Any]:
-        answer = self.ask("generate", prompts=list(prompts), **request)
-        assert set(answer["reasons"]) == {"length"}, "no request may end in an error"
-        return answer
-
-    def count(self, name: str) -> float:
-        """One of the engine's metrics."""
-        return float(self.ask("metrics").get(name, 0))
-
-    def end(self) -> None:
-        self.process.communicate(timeout=120)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
 class Scene:
     """A node, what every prompt is answered with, and the second engine after the node was killed and restarted."""
 
-    SHARED, MIXED, SALTED, ROTTEN, LATE, AWAY, FORGED = (prompt(seed) for seed in range(7))
+    SHARED, MIXED, SALTED, ROTTEN, LATE, GIVEN_UP, AWAY, FORGED = (prompt(seed) for seed in range(8))
     LONG = tuple(prompt(seed) for seed in range(10, 13))
 
     def __init__(self, directory: Path) -> None:
@@ -126,7 +50,16 @@ class Scene:
 
     def _compute(self, first: EngineProcess, log: Path) -> None:
         """Answers without storage; then the node comes, and what has been computed is stored."""
-        everything = [self.SHARED, self.MIXED, self.SALTED, self.ROTTEN, self.LATE, self.AWAY, self.FORGED]
+        everything = [
+            self.SHARED,
+            self.MIXED,
+            self.SALTED,
+            self.ROTTEN,
+            self.LATE,
+            self.GIVEN_UP,
+            self.AWAY,
+            self.FORGED,
+        ]
         computed = first.generate(*everything)
         self.long = first.generate(*self.LONG, max_tokens=LONG_ANSWER)["tokens"]
         self.first_cached = computed["cached"]
@@ -241,6 +174,19 @@ def test_a_target_that_stops_during_a_load_is_computed_around(scene: Scene) -> N
         os.kill(target, signal.SIGCONT)
     assert scene.engine.count("forebay_lost_blocks:late") >= 1
     eventually(lambda: scene.again(scene.LATE) == WHOLE, "the target", 60)
+
+
+def test_a_request_that_is_given_up_during_its_load_leaves_nothing(scene: Scene) -> None:
+    scene.store(scene.GIVEN_UP)
+    target = scene.node.target_pid
+    scene.engine.ask("forget")
+    os.kill(target, signal.SIGSTOP)
+    try:
+        for status in ("WAITING", "WAITING_FOR_REMOTE_KVS"):
+            assert scene.engine.ask("abort", prompt=scene.GIVEN_UP, status=status) == {"status": [status]}
+    finally:
+        os.kill(target, signal.SIGCONT)
+    eventually(lambda: scene.again(scene.GIVEN_UP) == WHOLE, "the target", 60)
 
 
 def test_a_node_that_is_killed_is_computed_around(scene: Scene) -> None:

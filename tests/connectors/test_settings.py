@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,8 @@ import pytest
 
 from forebay.connectors.vllm.settings import Settings
 from forebay.errors import ConfigInvalid
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_defaults() -> None:
@@ -40,3 +45,18 @@ def test_mistakes_are_named(config: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigInvalid) as caught:
         Settings.from_config(config)
     assert caught.value.field == field and "secret" not in str(caught.value)
+
+
+def test_the_page_has_every_setting_with_its_default_and_every_counter() -> None:
+    page = (ROOT / "docs" / "engines" / "vllm.md").read_text()
+    for field in fields(Settings):
+        shown = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+        assert re.search(rf"^\| `{field.name}` \| `?{re.escape(shown)}`? ?\| ", page, re.MULTILINE), field.name
+    module = ast.parse((ROOT / "connectors" / "vllm" / "counters.py").read_text())
+    (counters,) = [
+        node.value
+        for node in module.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "METRICS"
+    ]
+    for name in ast.literal_eval(counters):
+        assert f"`{name}`" in page, name

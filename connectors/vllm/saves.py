@@ -1,0 +1,127 @@
+"""Saves of several ranks: one leader, the scheduler's half, has their place planned, and all of them write to it."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from forebay.client import Client, WritePlan
+from forebay.connectors.vllm.counters import Counters
+from forebay.connectors.vllm.link import Link
+from forebay.connectors.vllm.messages import Save
+from forebay.ids import BlockKey
+
+__all__ = ["Saves"]
+
+_log = logging.getLogger("vllm.forebay")
+
+
+@dataclass(slots=True)
+class _Saving:
+    """A save until every rank has done with it. ``plan`` is on its way, or told, or (one rank) not needed."""
+
+    save: Save
+    plan: Future[WritePlan | None] | None
+    told: bool = False
+    ranks_done: int = 0
+    failed: bool = False
+
+
+class Saves:
+    """The saves under way. Belongs to the scheduler's thread; calls on the node are made by another one.
+
+    With one rank there is no plan: it does all by itself.
+    """
+
+    def __init__(self, ranks: int, deadline_ms: int, counters: Counters) -> None:
+        self._ranks = ranks
+        self._deadline_ms = deadline_ms
+        self._counters = counters
+        self._calling = ThreadPoolExecutor(1, "forebay-plan")
+        self._number = 0
+        self._saving: dict[int, _Saving] = {}
+        self._keys: set[bytes] = set()
+        self.hosts: dict[int, str] = {}
+        """The NVMe host of each rank that has joined the session."""
+
+    def close(self) -> None:
+        """Plan nothing more; what is planned and not written expires at the node."""
+        self._calling.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def ready(self) -> bool:
+        """Whether all ranks can write: those that join later could not by a plan of now."""
+        return self._ranks == 1 or len(self.hosts) == self._ranks
+
+    @property
+    def to_tell(self) -> bool:
+        """Whether there are plans that workers wait for."""
+        return any(not saving.told for saving in self._saving.values())
+
+    def has(self, key: bytes) -> bool:
+        """Whether a block is being saved."""
+        return key in self._keys
+
+    def begin(self, link: Link, client: Client, scope: int, keys: list[bytes], blocks: list[int]) -> Save:
+        """Save these blocks of the engine."""
+        self._number += 1
+        save = Save(self._number, tuple(keys), tuple(blocks))
+        plan = None
+        if self._ranks > 1:
+            named = [BlockKey(key, 0, scope) for key in keys]
+            plan = self._calling.submit(self._plan, link, client, named, list(self.hosts.values()))
+        self._saving[save.number] = _Saving(save, plan, told=plan is None)
+        self._keys.update(keys)
+        return save
+
+    def _plan(self, link: Link, client: Client, keys: list[BlockKey], hosts: list[str]) -> WritePlan | None:
+        """In a thread: what the ranks write by; None if there is nothing to write. Raises nothing."""
+        try:
+            plan = client.allocate(keys, hosts=hosts, deadline_ms=self._deadline_ms)
+        except Exception:  # the engine must live on; what is not stored is a miss later
+            _log.exception("no plan for a save")
+            return None
+        link.note(plan.reasons)
+        for reason in plan.reasons:
+            if reason == "already_exists":
+                self._counters.add("present_blocks")
+            elif reason != "ok":
+                self._counters.add("unstored_blocks", reason=reason)
+        return plan if "ok" in plan.reasons else None
+
+    def tell(self) -> tuple[list[tuple[int, bytes]], list[int]]:
+        """Plans that have become known since, and saves that there is none for."""
+        plans, dropped = [], []
+        for number, saving in list(self._saving.items()):
+            if saving.told or saving.plan is None or not saving.plan.done():
+                continue
+            plan = saving.plan.result()
+            if plan is None:
+                dropped.append(number)
+                self._end(number)
+            else:
+                saving.told = True
+                plans.append((number, plan.to_bytes()))
+        return plans, dropped
+
+    def heard(self, client: Client | None, done: dict[int, int], failed: set[int]) -> None:
+        """How many ranks have done with saves, and which saves a rank could not carry out: given up for all."""
+        for number in failed:
+            saving = self._saving.get(number)
+            if saving is not None:
+                saving.failed = True
+        for number, ranks in done.items():
+            saving = self._saving.get(number)
+            if saving is None:
+                continue
+            saving.ranks_done += ranks
+            if saving.ranks_done < self._ranks:
+                continue
+            self._end(number)
+            plan = saving.plan.result() if saving.failed and saving.plan is not None and saving.plan.done() else None
+            if plan is not None and client is not None:
+                self._calling.submit(client.abort, plan, deadline_ms=self._deadline_ms)
+
+    def _end(self, number: int) -> None:
+        self._keys.difference_update(self._saving.pop(number).save.keys)
