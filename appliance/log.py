@@ -20,6 +20,7 @@ LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 # Libraries whose chatter would drown ours: they are heard from this level on.
 _LIBRARIES = ("asyncio", "uvicorn", "opentelemetry")
+_GRPC = "grpc._cython.cygrpc"
 # A client's words must not look like lines of their own.
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), 127)} | {ord("\n"): "\\n", ord("\t"): "\t"}
 
@@ -39,6 +40,13 @@ def set_up(level: str, form: str, file: Path | None = None) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name in _LIBRARIES:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+    logging.getLogger(_GRPC).addFilter(_is_a_fault)
+
+
+def _is_a_fault(record: logging.LogRecord) -> bool:
+    """Not so: a client that goes away while it is answered, of which gRPC tells as of an error with a traceback."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or kind.__name__ != "ExecuteBatchError"
 
 
 def _named(record: logging.LogRecord) -> dict[str, Any]:

@@ -31,6 +31,23 @@ def test_text_lines_name_the_request_and_the_fields(file: Path) -> None:
     assert during.endswith(" INFO    a: said this request_id=req-1 code=4 ms=1.5")
 
 
+def test_a_client_that_goes_away_while_it_is_answered_is_no_error_with_a_traceback(file: Path) -> None:
+    log.set_up("info", "text", file)
+    grpc_log = logging.getLogger("grpc._cython.cygrpc")
+    for kind in ("ExecuteBatchError", "RuntimeError"):
+        try:
+            raise type(kind, (Exception,), {})()
+        except Exception:
+            grpc_log.exception("raised in core by servicer method %s", kind)
+    assert "ExecuteBatchError" not in file.read_text() and "RuntimeError" in file.read_text()
+
+
+def test_words_that_are_no_utf8_reach_the_file(file: Path) -> None:
+    log.set_up("info", "text", file)
+    logging.getLogger("a").warning("path %s", "\udcff")
+    assert "path \\udcff" in file.read_text()
+
+
 def test_a_peer_cannot_write_lines_of_its_own(file: Path) -> None:
     log.set_up("info", "text", file)
     logging.getLogger("a").warning("client %s", "x\n2026-01-01 ERROR forged\x1b[2J")
