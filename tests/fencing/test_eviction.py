@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,6 +31,12 @@ def full(node: Node) -> Iterator[str]:
         admin.create_namespace(name, quota_bytes=BLOCKS * 4096)
         yield name
         admin.delete_namespace(name, force=True)
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[Engine]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(Engine()) for _ in range(3)]
 
 
 @dataclass(frozen=True)
@@ -94,20 +100,21 @@ def test_a_leased_block_that_is_deleted(node: Node, wire: Wire, full: str, remov
         pytest.param(out("evict-leased", "free-leased"), True, id="neither"),
     ],
 )
-def test_processes_that_take_each_others_places(node: Node, full: str, removed: Out, lost: bool) -> None:
+def test_processes_that_take_each_others_places(
+    node: Node, full: str, engines: Sequence[Engine], removed: Out, lost: bool
+) -> None:
     """A get is a hit with the right bytes, or the block is absent: nothing that was found is lost under its reader.
 
     Without the defences blocks are lost so; the checksum still keeps their bytes from the reader.
     """
     seen = Counter[str]()
-    with Wire(node.nvme_port, delay_s=0.02, seed=SEED) as slow, ExitStack() as stack:
-        engines = [stack.enter_context(Engine()) for _ in range(3)]
+    with Wire(node.nvme_port, delay_s=0.02, seed=SEED) as slow:
         acts = (["get"], *[["put", "put", "put", "delete"]] * 2)
         for engine, port in zip(engines, (slow.port, node.nvme_port, node.nvme_port), strict=True):
             engine.open_freely(node.url, node.token, port, full)
         for turn in range(1 if not lost else 20):
             for number, (engine, act) in enumerate(zip(engines, acts, strict=True)):
-                engine.say("race", SEED + 10 * turn + number, 50 if act == ["get"] else 250, BLOCKS + 2, act)
+                engine.say("race", SEED + 10 * turn + number, 30 if act == ["get"] else 150, BLOCKS + 2, act)
             for engine in engines:
                 seen += Counter(json.loads(engine.hear()))
             if seen["checksum_mismatch"]:

@@ -62,7 +62,10 @@ def test_a_write_of_the_earlier_incarnation(node: Node, wire: Wire, removed: Out
 
 @pytest.mark.parametrize(
     ("removed", "read"),
-    [pytest.param(PRODUCT, ("ok", FRESH), id="product"), pytest.param(out(), ("connection_lost", b""), id="no target")],
+    [
+        pytest.param(PRODUCT, ("ok", FRESH), id="product"),
+        pytest.param(out(), ("connection_lost", b""), id="no target", marks=pytest.mark.long),
+    ],
 )
 def test_a_leased_read_goes_on_without_a_daemon(node: Node, wire: Wire, removed: Out, read: tuple[str, bytes]) -> None:
     """The target outlives the daemon; where it does not, the read is a miss."""
