@@ -24,7 +24,7 @@ install = $(PIP) install --quiet --require-hashes -r $(1) && $(PIP) install --qu
 TYPED := $(wildcard tests perf)
 LINTED := $(wildcard src appliance client dpu connectors tests perf)
 
-.PHONY: help venv demo serve test test-long lint fuzz bench proto lock clean
+.PHONY: help venv demo serve test test-long lint fuzz soak bench proto lock clean
 
 help: ## print the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -111,6 +111,10 @@ peers: $(DEV) redis
 SECONDS ?= 60
 fuzz: $(DEV) ## fuzz codec, both ends, control calls and files, guided by coverage (SECONDS=60 for all; ARGS='--help' shows more)
 	@FOREBAY_CACHE='$(CACHE)' $(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
+
+HOURS ?= 0.25
+soak: $(DEV) ## load and random faults on a node, every byte verified (HOURS=0.25; ARGS='--help' shows more)
+	@$(BIN)/python -m tests.soak --hours $(HOURS) $(ARGS)
 
 bench: export FOREBAY_CACHE := $(CACHE)
 bench: peers ## measure the ratios of docs/design.md §9 (ARGS='--help' shows more)

@@ -19,12 +19,12 @@ from forebay.proto import forebay_pb2 as pb
 from tests.appliance.control.peer import Caller
 from tests.client.conftest import NodeProcess, eventually
 from tests.conftest import LONG
+from tests.footprint import Footprint, footprint
 from tests.fuzz.control import Messages
 from tests.fuzz.host_pdus import HostPdus
 from tests.fuzz.rpc import spoilt
 from tests.fuzz.source import Source
 from tests.fuzz.target import exchange
-from tests.fuzz.watch import Footprint, footprint
 
 ROUNDS = 400 if LONG else 25
 SEED = 1 if not LONG else random.SystemRandom().randrange(1 << 30)
@@ -198,7 +198,7 @@ def came_back(name: str, pid: int, was: Footprint) -> None:
     eventually(lambda: footprint(pid).fds <= was.fds, f"descriptors of the {name}: {was}", 60)
     eventually(lambda: footprint(pid).threads <= was.threads + 2, f"threads of the {name}: {was}", 60)
     now = footprint(pid)
-    assert now.resident_bytes < was.resident_bytes + GROWTH_BYTES, f"{name}: {was} before, {now} after"
+    assert now.memory_bytes < was.memory_bytes + GROWTH_BYTES, f"{name}: {was} before, {now} after"
 
 
 @pytest.fixture

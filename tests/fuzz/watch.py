@@ -1,15 +1,13 @@
-"""What a process under fuzz must not do: log a fault of its own, or leave something behind."""
+"""What a process under fuzz must not do: log a fault of its own, or never come to an end."""
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-__all__ = ["Faults", "Footprint", "footprint", "settled"]
+__all__ = ["Faults", "settled"]
 
 
 class Faults(logging.Handler):
@@ -50,26 +48,6 @@ class Faults(logging.Handler):
         """Raises AssertionError with the first fault."""
         found, self._found = self._found, []
         assert not found, found[0]
-
-
-class Footprint:
-    """What a process holds: descriptors, threads, resident bytes."""
-
-    def __init__(self, pid: int) -> None:
-        self.fds = len(os.listdir(f"/proc/{pid}/fd"))
-        status = dict(
-            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
-        )
-        self.threads = int(status["Threads"])
-        self.resident_bytes = int(status["VmRSS"].split()[0]) << 10
-
-    def __repr__(self) -> str:
-        return f"{self.fds} descriptors, {self.threads} threads, {self.resident_bytes >> 20} MiB"
-
-
-def footprint(pid: int) -> Footprint:
-    """Of a process, now."""
-    return Footprint(pid)
 
 
 def settled(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:

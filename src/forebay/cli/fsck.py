@@ -42,6 +42,8 @@ _WORDS = {
     "owners": "owners of extents",
     "media_blocks": "blocks read from media",
 }
+_BYTES = {"records": "extent_bytes", "quarantined": "quarantined_bytes", "media_blocks": "media_bytes"}
+"""What some of them take."""
 
 
 @contextmanager
@@ -83,7 +85,7 @@ def _repair(config: Config) -> int:
 def _draw(out: Console, report: FsckReport, dropped: int | None) -> None:
     for name, text in _WORDS.items():
         if name in report.checked:
-            size = f", {format_size(report.checked['media_bytes'])}" if name == "media_blocks" else ""
+            size = f", {format_size(report.checked[_BYTES[name]])}" if name in _BYTES else ""
             out.print(f"checked  {report.checked[name]} {text}{size}")
     shown: dict[tuple[str, bool], int] = {}
     for found in report.findings:
