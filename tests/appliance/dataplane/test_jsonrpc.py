@@ -94,7 +94,7 @@ class TestStream:
         text = b"\n ".join(json.dumps(value, ensure_ascii=False).encode() for value in values)
         cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
         stream = JsonStream(1 << 20)
-        found = []
+        found: list[Any] = []
         for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
             found += stream.feed(text[start:end])
         assert found == values
