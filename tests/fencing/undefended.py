@@ -121,9 +121,9 @@ def _expired(plain: Plain, *args: Any) -> Any:
     return not on("keep-alive") and plain(*args)
 
 
-@instead(Precedence, "take_over")
-def _take_over(plain: Plain, *args: Any) -> Any:
-    return None if on("precedence") else plain(*args)
+@instead(Precedence, "standing")
+def _standing(plain: Plain, *args: Any) -> Any:
+    return nullcontext() if on("precedence") else plain(*args)
 
 
 @instead(Precedence, "turn")

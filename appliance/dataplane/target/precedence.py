@@ -5,8 +5,8 @@ daemon was killed and its last words still lie in the socket. A deallocate that 
 another owner of the place has stored since (docs/design.md §6.4). So a request that clears a region or opens it for
 writing carries its order, ``[incarnation, number]``:
 
-* nothing of an incarnation is carried out once a later one has taken the target over, and taking over waits for what
-  is under way;
+* nothing of an incarnation is carried out once a later one has taken the target over, and where something of an earlier
+  one is under way still, on a drive that hangs perhaps, nothing is opened until it has ended;
 * on one volume they go one by one, and none after a later one.
 
 A request without an order comes from a person's hand, and is believed.
@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import Final
 from weakref import WeakKeyDictionary
 
 from forebay.appliance.dataplane.target.volume import Volume
@@ -30,16 +31,22 @@ Order = tuple[int, int]
 """Incarnation of the daemon, and a number that grows with each request."""
 
 
+_PATIENCE_S: Final = 5.0
+"""How long a request waits for its turn: behind a drive that hangs none must pile up."""
+
+
 @dataclass(slots=True)
 class _Turns:
     """Of one volume: whoever holds the lock has its turn; ``last`` is the order of the latest that had one."""
 
     lock: Lock = field(default_factory=Lock)
     last: Order = (0, 0)
+    incarnation: int | None = None
+    """Whose turn it is, if anyone's. Guarded by `Precedence`'s lock."""
 
 
 class Precedence:
-    """What the target still carries out. Methods raise OSError (ESTALE) for what comes too late."""
+    """What the target still carries out. Methods raise OSError: ESTALE for what comes too late, else to try later."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -47,41 +54,53 @@ class Precedence:
         self._turns: WeakKeyDictionary[Volume, _Turns] = WeakKeyDictionary()
 
     def take_over(self, incarnation: int) -> None:
-        """Obey no earlier incarnation from now on; nothing that one asked for is under way when this returns."""
+        """Obey no earlier incarnation from now on."""
         with self._lock:
             self._require(incarnation)
-            turns = list(self._turns.values())
-        for one in turns:
-            with one.lock:
-                pass
 
     @contextmanager
-    def standing(self, order: Order | None) -> Iterator[None]:
-        """For something that takes no time: its incarnation is not over before it is done."""
+    def standing(self, volume: Volume, order: Order | None) -> Iterator[None]:
+        """For something that takes no time: its incarnation is not over before it is done.
+
+        EAGAIN while on the volume something of an earlier one is under way.
+        """
         with self._lock:
             if order is not None:
                 self._require(order[0])
+                whose = self._of(volume).incarnation
+                if whose is not None and whose < self._incarnation:
+                    raise _error(errno.EAGAIN)
             yield
 
     @contextmanager
     def turn(self, volume: Volume, order: Order | None) -> Iterator[None]:
-        """For something that a volume's drive may hold up: waits for what came before."""
+        """For something that a volume's drive may hold up: waits for what came before, or ETIMEDOUT."""
         with self._lock:
-            turns = self._turns.setdefault(volume, _Turns())
-        with turns.lock:
-            if order is not None:
-                with self._lock:
+            turns = self._of(volume)
+        if not turns.lock.acquire(timeout=_PATIENCE_S):
+            raise _error(errno.ETIMEDOUT)
+        try:
+            with self._lock:
+                if order is not None:
                     self._require(order[0])
-                if order < turns.last:
-                    raise _late()
-                turns.last = order
+                    if order < turns.last:
+                        raise _error(errno.ESTALE)
+                    turns.last = order
+                turns.incarnation = self._incarnation
             yield
+        finally:
+            with self._lock:
+                turns.incarnation = None
+            turns.lock.release()
+
+    def _of(self, volume: Volume) -> _Turns:
+        return self._turns.setdefault(volume, _Turns())
 
     def _require(self, incarnation: int) -> None:
         if incarnation < self._incarnation:
-            raise _late()
+            raise _error(errno.ESTALE)
         self._incarnation = incarnation
 
 
-def _late() -> OSError:
-    return OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+def _error(code: int) -> OSError:
+    return OSError(code, os.strerror(code))

@@ -91,7 +91,7 @@ class PrivateMethods:
             raise RpcError.invalid_params() from None
         if not hosts or any(row[3] > 0xFFFFFFFF for row in rows):
             raise RpcError.invalid_params()
-        with self._server.precedence.standing(order):
+        with self._server.precedence.standing(volume, order):
             self._server.grants.add(
                 volume.name, hosts, [(row[0], row[1], row[2], row[3]) for row in rows], volume.lba_count
             )

@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from forebay.appliance.dataplane.target import precedence as precedence_module
 from forebay.appliance.dataplane.target.precedence import Order, Precedence
 from forebay.appliance.dataplane.target.private_methods import PrivateMethods
 from forebay.appliance.dataplane.target.rpc import Method, Params
+from forebay.appliance.dataplane.target.volume import Volume
 from tests.appliance.target.conftest import HOST, Rig
 
 REGION = 1 << 20
@@ -135,21 +137,33 @@ def test_a_turn_waits_for_the_one_before(disk_rig: Rig, next_order: Order | None
         assert waiting.result(20)
 
 
-def test_taking_over_waits_for_what_is_under_way(disk_rig: Rig, late: Callable[..., bool]) -> None:
-    precedence = Precedence()
+def test_where_something_of_an_earlier_daemon_is_under_way_nothing_is_opened(disk_rig: Rig) -> None:
+    """Neither reads nor other volumes have to wait for a drive that hangs."""
+    precedence, other = Precedence(), disk_rig.add_volume("other", 2)
 
-    def take_over() -> bool:
+    def open_for_writing(volume: Volume, order: Order | None) -> int:
+        try:
+            with precedence.standing(volume, order):
+                return 0
+        except OSError as error:
+            return error.errno or 0
+
+    with Held(precedence, disk_rig, (1, 1)):
+        assert open_for_writing(disk_rig.volume, (1, 2)) == 0, "its own region is closed, and no other is touched"
         precedence.take_over(2)
-        return held.over
+        assert open_for_writing(disk_rig.volume, (2, 1)) == errno.EAGAIN
+        assert open_for_writing(disk_rig.volume, None) == 0, "by hand"
+        assert open_for_writing(other, (2, 1)) == 0
+        assert open_for_writing(other, (1, 3)) == errno.ESTALE
+    assert open_for_writing(disk_rig.volume, (2, 2)) == 0
 
-    def again() -> None:
-        with precedence.standing((1, 2)):
-            pass
 
-    with Held(precedence, disk_rig, (1, 1)) as held, ThreadPoolExecutor(1) as pool:
-        taking = pool.submit(take_over)
-        with pytest.raises(TimeoutError):
-            taking.result(0.1)
-        held.end.set()
-        assert taking.result(20)
-    assert late(again)
+def test_behind_a_drive_that_hangs_nobody_waits_for_ever(disk_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precedence_module, "_PATIENCE_S", 0.05)
+    precedence = Precedence()
+    with Held(precedence, disk_rig, (1, 1)):
+        with pytest.raises(OSError) as caught, precedence.turn(disk_rig.volume, (1, 2)):
+            raise AssertionError("both have a turn")
+        assert caught.value.errno == errno.ETIMEDOUT
+    with precedence.turn(disk_rig.volume, (1, 2)):
+        pass
