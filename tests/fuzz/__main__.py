@@ -64,7 +64,8 @@ def _guided(name: str, seconds: int, seed: int) -> Result:
         command = [str(environment.python), "-m", "tests.fuzz.guided", name, str(_grown(name)), str(CORPUS / name)]
         command += [f"-max_total_time={seconds}", f"-seed={seed}", f"-artifact_prefix={folder}/"]
         command += [f"-timeout={_TIMEOUT_S}", f"-rss_limit_mb={_MEMORY_MIB}", f"-max_len={_MAX_BYTES}"]
-        command += ["-print_final_stats=1", "-close_fd_mask=0"]
+        # Inputs are choices, one after the other: long ones from the start.
+        command += ["-print_final_stats=1", "-len_control=0"]
         began = time.monotonic()
         done = subprocess.run(command, env=environment.variables(), capture_output=True, text=True, check=False)
         took = time.monotonic() - began

@@ -213,7 +213,7 @@ class _Node:
         except TimeoutError:
             pass
         finally:
-            await replies.aclose()  # type: ignore[attr-defined]  # a generator
+            await replies.aclose()
 
 
 async def _drawn(source: Source, directory: Path) -> None:

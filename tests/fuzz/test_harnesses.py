@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import LONG
+from tests.counting import Count
 from tests.fuzz.harnesses import HARNESSES, entries, load
 from tests.fuzz.watch import Faults
 
@@ -40,14 +41,15 @@ def test_corpus(name: str, path: object) -> None:
 
 @pytest.mark.timeout(1200 if LONG else 120)
 @pytest.mark.parametrize("name", HARNESSES)
-def test_drawn_inputs(name: str) -> None:
-    count = EXAMPLES.get(name, 100) * (20 if LONG else 1)
+def test_drawn_inputs(name: str, count: Count) -> None:
+    examples = EXAMPLES.get(name, 100) * (20 if LONG else 1)
     harness = load(name)
 
-    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(st.binary(max_size=800))
     def run(data: bytes) -> None:
         harness(data)
+        count.add(fuzz_inputs=1)
 
     run()
 

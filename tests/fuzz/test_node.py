@@ -19,15 +19,16 @@ from forebay.proto import forebay_pb2 as pb
 from tests.appliance.control.peer import Caller
 from tests.client.conftest import NodeProcess, eventually
 from tests.conftest import LONG
+from tests.counting import Count
 from tests.footprint import Footprint, footprint
 from tests.fuzz.control import Messages
 from tests.fuzz.host_pdus import HostPdus
 from tests.fuzz.rpc import spoilt
 from tests.fuzz.source import Source
 from tests.fuzz.target import exchange
+from tests.seeds import SEED
 
 ROUNDS = 400 if LONG else 25
-SEED = 1 if not LONG else random.SystemRandom().randrange(1 << 30)
 GROWTH_BYTES = 64 << 20
 JUNK_METADATA: list[tuple[tuple[str, str | bytes], ...]] = [
     (("x-request-id", "a b\x7e" * 100),),
@@ -209,7 +210,7 @@ def node(tmp_path: Path) -> Iterator[NodeProcess]:
 
 
 @pytest.mark.timeout(1800 if LONG else 120)
-def test_hostile_traffic_harms_nobody_and_leaves_nothing(node: NodeProcess) -> None:
+def test_hostile_traffic_harms_nobody_and_leaves_nothing(node: NodeProcess, count: Count) -> None:
     neighbour, hostile = Neighbour(node), Hostile(node, SEED)
     pids = {"daemon": node.process.pid, "target": node.target_pid}
     try:
@@ -219,14 +220,15 @@ def test_hostile_traffic_harms_nobody_and_leaves_nothing(node: NodeProcess) -> N
         began = neighbour.verified
         for _ in range(ROUNDS):
             hostile.round()
-            assert not neighbour.wrong, f"seed {SEED}: {neighbour.wrong}"
+            assert not neighbour.wrong, f"FOREBAY_SEED={SEED}: {neighbour.wrong}"
         eventually(lambda: neighbour.verified > began + 10 or neighbour.wrong, "the neighbour goes on", 60)
     finally:
         hostile.close()
         neighbour.close()
-    assert not neighbour.wrong, f"seed {SEED}: {neighbour.wrong}"
+    assert not neighbour.wrong, f"FOREBAY_SEED={SEED}: {neighbour.wrong}"
     assert {"daemon": node.process.pid, "target": node.target_pid} == pids, "a process died"
     for name, pid in pids.items():
         came_back(name, pid, before[name])
     logs = (node.data.parent / "node.log").read_text() + next(node.data.rglob("target.log")).read_text()
-    assert "Traceback" not in logs, f"seed {SEED}: {logs[logs.index('Traceback') - 500 :][:3000]}"
+    assert "Traceback" not in logs, f"FOREBAY_SEED={SEED}: {logs[logs.index('Traceback') - 500 :][:3000]}"
+    count.add(fuzz_inputs=hostile.sent, blocks_verified=neighbour.verified)

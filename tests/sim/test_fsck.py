@@ -76,8 +76,11 @@ async def test_a_node_is_clean_after_a_stop_and_after_a_kill(rig: Rig) -> None:
     assert killed.checked["records"] == killed.checked["owners"] == killed.checked["media_blocks"] == BLOCKS
     assert killed.checked["checkpoint_blocks"] == BLOCKS
     await rig.restart(clean=True)
+    used_bytes = sum(extents.used_bytes for extents in rig.node.engine.space.maps.values())
     await rig.node.close()
-    assert (await check(rig, media=True)).findings == ()
+    stopped = await check(rig, media=True)
+    assert stopped.findings == ()
+    assert stopped.checked["extent_bytes"] == used_bytes == BLOCKS * len(VALUE)
 
 
 @on_loop
