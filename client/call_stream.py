@@ -68,8 +68,10 @@ class CallStream:
         except BaseException:
             stream.give_up(waiting)
             raise
-        if not answered and stream.give_up(waiting):
-            raise DeadlineExceeded("no answer in time")
+        if not answered:
+            if stream.give_up(waiting):
+                raise DeadlineExceeded("no answer in time")
+            waiting.answered.acquire()  # it comes just now
         if waiting.reply is None:
             raise self._error(waiting.failure)
         return waiting.reply

@@ -139,6 +139,32 @@ def test_a_deadline_that_passes_cancels_and_mixes_nothing_up(node: ScriptedNode,
     assert node.opened == 1
 
 
+def test_an_answer_that_comes_at_the_deadline_is_the_answer(
+    node: ScriptedNode, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken off by the reading thread, and not yet handed over, when its caller stops waiting."""
+    refused = threading.Event()
+
+    class Slow(call_stream._Waiting):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "reply" and value is not None:
+                assert refused.wait(60)
+            super().__setattr__(name, value)
+
+    give_up = call_stream._Stream.give_up
+
+    def told(stream: Any, waiting: Any) -> bool:
+        eventually(lambda: waiting.id not in stream._waiting, "the reading thread has it")
+        given_up = give_up(stream, waiting)
+        refused.set()
+        return given_up
+
+    monkeypatch.setattr(call_stream, "_Waiting", Slow)
+    monkeypatch.setattr(call_stream._Stream, "give_up", told)
+    assert set(client.match(KEYS, deadline_ms=300).reasons) == {"ok"}
+    assert refused.is_set()
+
+
 def test_a_stream_that_breaks_fails_all_who_wait_and_no_other(
     node: ScriptedNode, client: Client, threads: ThreadPoolExecutor
 ) -> None:
