@@ -142,7 +142,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         facts = set(metadata.values())
         if len(facts) != 1:
             raise ConfigInvalid(f"the ranks hold different things: {facts}", field="tensor_parallel_size")
-        if self._settings.mode == "off":
+        if self._settings.mode == "off" and not self._settings.mode_file:
             return
         schema, notes = schema_of(self._vllm_config, facts.pop(), self._settings)
         for note in notes:
@@ -237,6 +237,8 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- both -------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
+        if self._scheduler is not None:  # vLLM asks here once a step, when its output is there
+            self._scheduler.stepped()
         return self._counters.take()
 
     @classmethod

@@ -18,6 +18,10 @@ METRICS = {
         "KV blocks that requests asked for and do not get from the node, by reason; behind_gap: it has them, and not "
         "one before them."
     ),
+    "decisions": (
+        "Lookups with hits that the engine asked about, by what was decided: unknown (loaded, to learn), faster, "
+        "partial, trial (loaded), slower, late (computed)."
+    ),
     "loaded_blocks": "KV blocks read from the node, by each rank.",
     "loaded_bytes": "Bytes of the KV blocks read from the node.",
     "load_seconds": "Time that loads took, each from its start to its end.",

@@ -37,6 +37,8 @@ def check_supported(config: Any, kv_cache: Any) -> None:
     Raises `ConfigInvalid`, in words that say what it is about.
     """
     parallel = config.parallel_config
+    role = config.kv_transfer_config.kv_role
+    _need(role == "kv_both", f"kv_role {role!r}: a cache is read and written, as kv_both", "kv_role")
     _need(config.cache_config.enable_prefix_caching, "an engine without prefix caching", "enable_prefix_caching")
     _need(parallel.pipeline_parallel_size == 1, "pipeline parallelism yet", "pipeline_parallel_size")
     _need(parallel.decode_context_parallel_size == 1, "context parallelism yet", "decode_context_parallel_size")
@@ -50,6 +52,7 @@ def check_supported(config: Any, kv_cache: Any) -> None:
     _need(spec.kv_quant_mode == KVQuantMode.NONE, f"a {spec.kv_quant_mode.name} KV cache yet", "kv_cache_dtype")
     packed = spec.page_size_padded is not None or spec.num_heads != spec.num_kv_heads or spec.tokens_per_state != 1
     _need(not packed, "a KV cache whose blocks are packed or padded", "kv_cache_spec")
+    _need(spec.block_size == config.cache_config.block_size, "blocks of another size than their hashes", "block_size")
     check_hash(config.cache_config.prefix_caching_hash_algo, setting=_HASH_SETTING)
 
 

@@ -37,8 +37,9 @@ class Tracked:
     """One request of the engine (vLLM's `Request`), from its arrival to its end.
 
     ``asked_at_ms`` is when the probe was begun, ``preemptions`` how often the request had been preempted then.
-    ``first`` is the first block that the engine lacked when it last asked, ``considered`` how many blocks were looked
-    at for saving. A request whose load failed is ``computed``: it is not looked up again, so that it comes to an end.
+    ``first`` is the first block that the engine lacked when it last asked, ``wanted`` how many from there on are worth
+    loading, ``considered`` how many blocks were looked at for saving. A request whose load failed is ``computed``: it
+    is not looked up again, so that it comes to an end.
     """
 
     request: Any
@@ -49,6 +50,7 @@ class Tracked:
     considered: int = 0
     loading: tuple[int, ...] = ()
     counted: bool = False
+    wanted: int = 0
     computed: bool = False
 
     @property

@@ -7,17 +7,20 @@ belongs to that thread.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from forebay.client import Client, ClientOptions, connect
 from forebay.clock import Clock
-from forebay.connectors.keys import variant
+from forebay.connectors.guard import Guard
+from forebay.connectors.keys import block_key, variant
 from forebay.connectors.vllm.adapters import Adapters
 from forebay.connectors.vllm.counters import Counters
 from forebay.connectors.vllm.link import Link
 from forebay.connectors.vllm.messages import Load, Save, SessionOffer, StepWork, WorkerReport
+from forebay.connectors.vllm.modes import ModeSwitch
 from forebay.connectors.vllm.requests import Probe, Tracked
 from forebay.connectors.vllm.saves import Saves
 from forebay.connectors.vllm.settings import Settings
@@ -42,6 +45,10 @@ class SchedulerHalf:
         self._counters = counters
         self._clock = clock
         self._adapters = Adapters()
+        self._mode = ModeSwitch(settings.mode, settings.mode_file, clock)
+        self._guard = Guard(clock, tokens_per_s=settings.prefill_tokens_per_s, limit_ms=settings.load_timeout_ms)
+        self._steps: deque[tuple[int, int]] = deque(maxlen=64)
+        self._stepped_ms = 0
         self._link: Link | None = None
         self._schema: Schema | None = None
         self._probing = ThreadPoolExecutor(2, "forebay-probe")
@@ -66,9 +73,8 @@ class SchedulerHalf:
                 options=options,
             )
 
-        if settings.mode != "off":
-            self._link = Link(open_client, self._clock, f"forebay {settings.url} {settings.namespace}")
-            self._link.wait(options.connect_ms)
+        self._link = Link(open_client, self._clock, f"forebay {settings.url} {settings.namespace}")
+        self._link.wait(options.connect_ms)
 
     def close(self) -> None:
         """End the session."""
@@ -89,7 +95,7 @@ class SchedulerHalf:
         tracked.probe, tracked.counted = None, False
         tracked.preemptions = request.num_preemptions
         client = self._client()
-        if client is None or tracked.computed:
+        if client is None or tracked.computed or self._mode.now == "off":
             return
         if request.mm_features or request.prompt_embeds is not None:
             return  # hashed by identifiers that do not say all about how they were made
@@ -100,18 +106,22 @@ class SchedulerHalf:
 
     def _probe(self, client: Client, adapter: Any, salt: str, hashes: Sequence[bytes]) -> Probe:
         """In a thread: the answer to `_ask`. Raises nothing."""
-        content = b"" if adapter is None else self._adapters.digest(adapter)
-        if content is None:
+        try:
+            content = b"" if adapter is None else self._adapters.digest(adapter)
+            if content is None:
+                return Probe(None)
+            prefix = variant(adapter=content, salt=salt)
+            if not hashes:
+                return Probe(prefix)
+            scope = self._scope(client)
+            keys = [BlockKey(block_key(block_hash, prefix), 0, scope) for block_hash in hashes]
+            reasons = client.match(keys, deadline_ms=self._settings.probe_timeout_ms).reasons
+            if self._link is not None:
+                self._link.note(reasons)
+            return Probe(prefix, reasons)
+        except Exception:  # the engine must live on; the request is computed
+            _log.exception("a lookup failed")
             return Probe(None)
-        prefix = variant(adapter=content, salt=salt)
-        if not hashes:
-            return Probe(prefix)
-        scope = self._scope(client)
-        keys = [BlockKey(prefix + block_hash, 0, scope) for block_hash in hashes]
-        reasons = client.match(keys, deadline_ms=self._settings.probe_timeout_ms).reasons
-        if self._link is not None:
-            self._link.note(reasons)
-        return Probe(prefix, reasons)
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after ``computed_tokens`` can be loaded, and that it takes a while; None: ask again."""
@@ -125,20 +135,34 @@ class SchedulerHalf:
         answer = tracked.answer
         if answer is None:
             waited_ms = self._clock.monotonic_ms() - tracked.asked_at_ms
-            return (None if waited_ms < self._settings.probe_timeout_ms + _LATE_MS else 0), False
+            if waited_ms < self._settings.probe_timeout_ms + _LATE_MS:
+                return None, False
+            if not tracked.counted:
+                tracked.counted = True
+                self._counters.add("missed_blocks", len(request.block_hashes), "deadline_exceeded")
+            return 0, False
         tracked.first = computed_tokens // self._block_tokens
         blocks = answer.present(tracked.first)
         if not tracked.counted:
             tracked.counted = True
-            self._count(answer, tracked.first, blocks)
-        if not blocks or self._settings.mode != "on":
+            tracked.wanted = self._decide(answer, tracked.first, blocks)
+        blocks = min(blocks, tracked.wanted)
+        if not blocks or self._mode.now != "on":
             return 0, False
         return blocks * self._block_tokens, True
 
-    def _count(self, answer: Probe, first: int, blocks: int) -> None:
+    def _decide(self, answer: Probe, first: int, blocks: int) -> int:
+        """How many of the ``blocks`` that are there to load; counts the answer and the decision."""
         self._counters.add("hit_blocks", blocks)
         for reason in answer.reasons[first + blocks :]:
             self._counters.add("missed_blocks", reason="behind_gap" if reason == "ok" else reason)
+        if not blocks or not self._settings.guard:
+            return blocks
+        verdict = self._guard.verdict(blocks, self._block_tokens)
+        self._counters.add("decisions", reason=verdict.reason)
+        if verdict.blocks < blocks:
+            self._counters.add("lost_blocks", blocks - verdict.blocks, "guard")
+        return verdict.blocks
 
     def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
         """The scheduler commits to loading ``tokens``, and ``blocks`` are the request's, from its first on."""
@@ -149,6 +173,7 @@ class SchedulerHalf:
         assert answer is not None and answer.variant is not None, "the scheduler was told that there is something"
         rows = range(tracked.first, tracked.first + tokens // self._block_tokens)
         tracked.loading = tuple(blocks[rows.start : rows.stop])
+        self._guard.began(request.request_id, len(rows))
         self._loads.append(Load(request.request_id, tracked.keys(answer.variant, rows), tracked.loading))
 
     # --- each step --------------------------------------------------------------------------------------------------
@@ -160,17 +185,28 @@ class SchedulerHalf:
         dropped: list[int] = []
         try:
             plans, dropped = self._saves.tell()
-            if self._settings.mode == "on" and self._settings.save != "none":
+            if self._mode.now == "on" and self._settings.save != "none":
                 saves = self._to_save(output)
         except Exception:  # loads must begin whatever becomes of saves: requests wait for them
             _log.exception("no saves in this step")
         loads, self._loads = tuple(self._loads), []
         idle = not output.total_num_scheduled_tokens
+        self._steps.append((self._clock.monotonic_ms(), output.total_num_scheduled_tokens))
         return StepWork(self._to_offer(), loads, saves, tuple(plans), tuple(dropped), idle)
+
+    def stepped(self) -> None:
+        """The output of the oldest step under way is there: learn how long it took."""
+        if not self._steps:
+            return
+        began_ms, tokens = self._steps.popleft()
+        now_ms = self._clock.monotonic_ms()
+        # With asynchronous scheduling a step is made while the one before it is still being computed.
+        self._guard.computed(tokens, (now_ms - max(began_ms, self._stepped_ms)) / 1000)
+        self._stepped_ms = now_ms
 
     def _to_offer(self) -> SessionOffer | None:
         client = self._client()
-        if client is None or self._schema is None or self._settings.mode != "on":
+        if client is None or self._schema is None or self._mode.now != "on":
             return None
         if self._offer is None or (self._ranks > 1 and self._offer.token != client.join_token):
             # Several ranks write together in one session only: when it was lost, they join the new one.
@@ -226,7 +262,10 @@ class SchedulerHalf:
             tracked = self._requests.get(ident)
             if tracked is None:
                 continue
-            if failed_blocks.intersection(tracked.loading):
+            failed = bool(failed_blocks.intersection(tracked.loading))
+            seconds = None if report is None else report.loaded.get(ident)
+            self._guard.ended(ident, None if failed else seconds)
+            if failed:
                 tracked.lost()
             tracked.loading = ()
         if report is None:
@@ -239,6 +278,7 @@ class SchedulerHalf:
     def ended(self, request: Any) -> None:
         """A request is over, in whatever way."""
         self._requests.pop(request.request_id, None)
+        self._guard.ended(request.request_id, None)
 
     # --- shared -----------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,10 @@ class Settings:
         scope: the end tenant that this engine acts for; empty for none.
         revision: a name for the model's weights that its user vouches for, instead of reading them all at start.
         max_tensor_parallel: blocks are cut so that every TP size up to this one can read and write them.
-        mode: ``on``; ``observe`` asks and counts but neither loads nor stores; ``off``.
+        mode: ``on``; ``observe`` asks, decides and counts but neither loads nor stores; ``off``.
+        mode_file: a file with one of these words, which takes the place of ``mode`` while the engine runs.
+        guard: load only what is expected to come faster than the engine computes it.
+        prefill_tokens_per_s: how fast that is; 0 to learn it from the engine's steps.
         save: ``all`` whole blocks, those of the ``prompt``, or ``none``.
         probe_timeout_ms: how long a request waits at most to hear what is stored of it.
         load_timeout_ms: how long one request's load may take; what is late is computed.
@@ -45,6 +48,9 @@ class Settings:
     revision: str = ""
     max_tensor_parallel: int = 8
     mode: Mode = "on"
+    mode_file: str = ""
+    guard: bool = True
+    prefill_tokens_per_s: int = 0
     save: SavePolicy = "all"
     probe_timeout_ms: int = 500
     load_timeout_ms: int = 10_000
@@ -67,6 +73,7 @@ class Settings:
         for name, low, high in (
             ("generation", 0, (1 << 64) - 1),
             ("max_tensor_parallel", 1, 1024),
+            ("prefill_tokens_per_s", 0, 1 << 40),
             ("probe_timeout_ms", 1, 600_000),
             ("load_timeout_ms", 1, 600_000),
             ("save_timeout_ms", 1, 600_000),

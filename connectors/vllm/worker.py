@@ -105,7 +105,7 @@ class WorkerHalf:
         for load in work.loads:
             with self._happened:
                 self._under_way[load.request] = load
-            self._loading.submit(self._load, load)
+            self._loading.submit(self._load, load, self._clock.monotonic_ms())
 
     def _join(self, offer: SessionOffer) -> None:
         settings, schema = self._settings, Schema.from_cbor(offer.schema)
@@ -190,24 +190,25 @@ class WorkerHalf:
 
     # --- in threads -------------------------------------------------------------------------------------------------
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: Load, began_ms: int) -> None:
         missing = set(load.blocks)
         try:
-            missing -= self._read(load)
+            missing -= self._read(load, began_ms + self._settings.load_timeout_ms)
         except Exception:  # the engine must live on; what is not there is computed
             _log.exception("a load failed")
             self._counters.add("lost_blocks", len(missing), "error")
+        seconds = (self._clock.monotonic_ms() - began_ms) / 1000
+        self._counters.add("load_seconds", seconds)
         with self._happened:
+            self._report.loaded[load.request] = seconds
             del self._under_way[load.request]
             self._cancelled.discard(load.request)
             self._failed_blocks |= missing
             self._received.add(load.request)
             self._happened.notify_all()
 
-    def _read(self, load: Load) -> set[int]:
+    def _read(self, load: Load, until_ms: int) -> set[int]:
         """Read a load's blocks part by part; those that are in the cache now."""
-        started_ms = self._clock.monotonic_ms()
-        until_ms = started_ms + self._settings.load_timeout_ms
         tensors, link = self._tensors, self._link
         assert tensors is not None and link is not None, "a session is offered before the first load"
         link.wait(self._settings.load_timeout_ms)
@@ -238,7 +239,6 @@ class WorkerHalf:
                 break
         self._counters.add("loaded_blocks", len(done))
         self._counters.add("loaded_bytes", len(done) * tensors.value_bytes)
-        self._counters.add("load_seconds", (self._clock.monotonic_ms() - started_ms) / 1000)
         return done
 
     def _store(self, save: Save, values: Any, plan: bytes) -> None:

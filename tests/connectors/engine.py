@@ -1,6 +1,6 @@
 """A vLLM engine in a process of its own: `python -m tests.connectors.engine MODEL CONFIG`, where vLLM is installed.
 
-CONFIG is JSON: the connector's ``kv_transfer_config``, or null, and the engine's other arguments. Reads requests from
+CONFIG is JSON: the engine's arguments, ``kv_transfer_config`` among them, and ``sizes`` for another model. Reads requests from
 standard input, a JSON object a line, and answers each with one on standard output; everything else goes to standard
 error. The model is a small Qwen2 with random weights, made when it is not there.
 """
@@ -23,23 +23,24 @@ _VARIABLES = {
 }
 
 
-def make_model(directory: Path, seed: int = 0) -> None:
+SMALL_MODEL = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "head_dim": 32,
+}
+
+
+def make_model(directory: Path, sizes: dict[str, Any]) -> None:
     """Random weights, large enough that every layer changes what comes out."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        initializer_range=0.2,
-        head_dim=32,
-    )
+    torch.manual_seed(0)
+    config = Qwen2Config(vocab_size=VOCABULARY, max_position_embeddings=4096, **sizes)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
 
 
@@ -134,9 +135,11 @@ def main(model: str, config: str) -> None:
     answers_fd = os.dup(1)
     os.dup2(2, 1)  # vLLM and its libraries print where they like
     directory = Path(model)
+    arguments = json.loads(config)
+    sizes = arguments.pop("sizes", SMALL_MODEL)
     if not directory.exists():
-        make_model(directory)
-    engine = Engine(directory, json.loads(config))
+        make_model(directory, sizes)
+    engine = Engine(directory, arguments)
     with os.fdopen(answers_fd, "w") as answers:
         print(json.dumps({"ready": True}), file=answers, flush=True)
         for line in sys.stdin:

@@ -36,7 +36,7 @@ class EngineProcess:
             "kv_connector_module_path": "forebay.connectors.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"url": node.url, **(extra or {})},
+            "kv_connector_extra_config": {"url": node.url, "guard": False, **(extra or {})},
         }
         config = json.dumps({"kv_transfer_config": transfer, **arguments})
         variables = {**env.variables(), "FOREBAY_TOKEN": node.token}

@@ -35,13 +35,15 @@ class Scene:
         self.model = directory / "model"
         self.node = NodeProcess(directory / "data")
         self.node.stop()
-        first = EngineProcess(self.node, self.model, directory / "first.log")
+        instant = {"guard": True, "prefill_tokens_per_s": 1 << 40}
+        first = EngineProcess(self.node, self.model, directory / "first.log", extra=instant)
         try:
             self._compute(first, directory / "first.log")
             first.end()
             self.node.kill()
             self.node.start()
-            settings = {"load_timeout_ms": LOAD_TIMEOUT_MS}
+            self.mode_file = directory / "mode"
+            settings = {"load_timeout_ms": LOAD_TIMEOUT_MS, "mode_file": str(self.mode_file)}
             self.engine = EngineProcess(self.node, self.model, directory / "second.log", extra=settings, **SMALL)
         except BaseException:
             first.kill()
@@ -75,6 +77,13 @@ class Scene:
             return first.count("forebay_stored_blocks") >= BLOCKS
 
         eventually(stored, "the node", 60)
+        self.guarded = []
+        for _ in range(3):
+            first.ask("forget")
+            answer = first.generate(self.SHARED)
+            assert answer["tokens"] == [self.answer(self.SHARED)]
+            self.guarded.append(answer["cached"][0])
+        self.first_metrics = first.ask("metrics")
 
     def answer(self, prompt: list[int]) -> list[int]:
         """What the first engine computed without storage."""
@@ -118,6 +127,33 @@ def test_a_fresh_process_gets_exactly_what_another_stored(scene: Scene) -> None:
     assert scene.engine.count("external_prefix_cache_hits") == hits + WHOLE
     assert scene.engine.count("forebay_loaded_blocks") == loaded + BLOCKS
     assert scene.engine.count("forebay_loaded_bytes") == scene.engine.count("forebay_loaded_blocks") * BLOCK_BYTES
+
+
+def test_what_comes_slower_than_it_is_computed_is_computed(scene: Scene) -> None:
+    """The first engine was told that it computes in no time."""
+    assert scene.guarded == [WHOLE, 0, 0], "the first load is one to learn from"
+    assert scene.first_metrics["forebay_decisions:unknown"] == 1
+    assert scene.first_metrics["forebay_decisions:slower"] == 2
+    assert scene.first_metrics["forebay_lost_blocks:guard"] == 2 * BLOCKS
+
+
+def test_the_mode_can_be_changed_while_the_engine_runs(scene: Scene) -> None:
+    assert scene.again(scene.SHARED) == WHOLE
+    scene.mode_file.write_text("observe\n")
+    eventually(lambda: scene.again(scene.SHARED) == 0, "observing")
+    hits = scene.engine.count("forebay_hit_blocks")
+    assert scene.again(scene.SHARED) == 0
+    assert scene.engine.count("forebay_hit_blocks") == hits + BLOCKS, "it still counts what it could have had"
+    scene.mode_file.write_text("off")
+
+    def silent() -> bool:
+        before = scene.engine.count("forebay_hit_blocks")
+        assert scene.again(scene.SHARED) == 0
+        return scene.engine.count("forebay_hit_blocks") == before
+
+    eventually(silent, "off")
+    scene.mode_file.unlink()
+    eventually(lambda: scene.again(scene.SHARED) == WHOLE, "on again")
 
 
 def test_local_and_external_hits_add_up(scene: Scene) -> None:
