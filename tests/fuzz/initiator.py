@@ -30,7 +30,7 @@ from tests.fuzz.damage import damaged, framed
 from tests.fuzz.source import Source
 from tests.fuzz.watch import Faults, settled
 
-__all__ = ["run"]
+__all__ = ["close", "run"]
 
 _NQN = "nqn.2026-11.test:liar"
 _NGUID = bytes(range(16))
@@ -242,13 +242,22 @@ class _Liar:
         self.open: dict[int, _Link] = {}
         self._poller = select.poll()
         self._poller.register(self._listener, select.POLLIN)
-        threading.Thread(target=self._run, daemon=True, name="liar").start()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="liar")
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
 
     def _run(self) -> None:
         while True:
             for fd, _ in self._poller.poll():
                 if fd == self._listener.fileno():
-                    sock, _ = self._listener.accept()
+                    try:
+                        sock, _ = self._listener.accept()
+                    except OSError:
+                        return  # closed
                     sock.settimeout(20)
                     self.open[sock.fileno()] = _Link(sock, self.lies, self.digests)
                     self._poller.register(sock, select.POLLIN)
@@ -280,6 +289,13 @@ class _Liar:
 @lru_cache(maxsize=1)
 def _liar() -> _Liar:
     return _Liar()
+
+
+def close() -> None:
+    """End the liar, if any input was run."""
+    if _liar.cache_info().currsize:
+        _liar().close()
+        _liar.cache_clear()
 
 
 def run(data: bytes) -> None:

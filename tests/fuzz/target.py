@@ -27,7 +27,7 @@ from tests.fuzz.host_pdus import HostPdus
 from tests.fuzz.source import Source
 from tests.fuzz.watch import Faults, settled
 
-__all__ = ["LBAS", "OWN_LBAS", "OWN_TAG", "exchange", "memory_dir", "run"]
+__all__ = ["LBAS", "OWN_LBAS", "OWN_TAG", "close", "exchange", "memory_dir", "run"]
 
 NQN = "nqn.2026-11.test:fuzz"
 HOST_ID = UUID(int=0xF0)
@@ -52,11 +52,8 @@ class _Rig:
     """One server for all inputs: volume 1 fenced, 2 raw, 3 not seen by the hostile host."""
 
     def __init__(self) -> None:
-        self.faults = Faults.install()
         self.directory = Path(tempfile.mkdtemp(prefix="forebay-fuzz-", dir=memory_dir()))
-        atexit.register(shutil.rmtree, self.directory, ignore_errors=True)
         self.server = Server(_LIMITS)
-        atexit.register(self.server.close)
         self.server.transport_created = True
         self.subsystem = Subsystem(NQN, serial="F", model="Forebay", max_namespaces=8, allow_any_host=True)
         self.server.add_subsystem(self.subsystem)
@@ -95,6 +92,15 @@ def _rig() -> _Rig:
     return _Rig()
 
 
+@atexit.register
+def close() -> None:
+    """End the server, if any input was run."""
+    if _rig.cache_info().currsize:
+        _rig().server.close()
+        shutil.rmtree(_rig().directory, ignore_errors=True)
+        _rig.cache_clear()
+
+
 def exchange(port: int, stream: bytes, *, seconds: float = _END_S) -> bytes:
     """Send a stream, then the end of it; all that came back. The peer has to end the connection."""
     came = bytearray()
@@ -126,8 +132,7 @@ def exchange(port: int, stream: bytes, *, seconds: float = _END_S) -> bytes:
 
 def run(data: bytes) -> None:
     """One hostile connection, beside a controller of the same host that some of them belong to."""
-    rig = _rig()
-    source = Source(data)
+    faults, rig, source = Faults.install(), _rig(), Source(data)
     qid = source.pick([1, 1, 1, 0, 2])
     admin = None
     cntlid = nvme.DYNAMIC_CONTROLLER
@@ -151,6 +156,6 @@ def run(data: bytes) -> None:
         if admin is not None:
             admin.sock.close()
     settled(lambda: not rig.server.queues and not rig.server.controllers, "queues and controllers are gone")
-    rig.faults.check()
+    faults.check()
     rig.check_media()
     assert _MARKS[3][:64] not in came, "read from a namespace that the host does not see"

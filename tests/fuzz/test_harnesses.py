@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import LONG
 from tests.counting import Count
+from tests.fuzz import initiator, target
 from tests.fuzz.harnesses import HARNESSES, entries, load
 from tests.fuzz.watch import Faults
 
@@ -25,13 +25,18 @@ EXAMPLES = {"control": 12, "metadata": 25, "rpc_requests": 25, "initiator": 40, 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """What peers do wrong is logged, line after line; only faults of ours count here."""
-    logger = logging.getLogger("forebay")
     faults = Faults.install()
-    level, logger.propagate = logger.level, False
     yield
-    logger.setLevel(level)
-    logger.propagate = True
+    Faults.remove()
     faults.check()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended() -> Iterator[None]:
+    """Servers that serve all inputs end with them."""
+    yield
+    initiator.close()
+    target.close()
 
 
 @pytest.mark.parametrize(("name", "path"), CASES, ids=[f"{name}-{path.name}" for name, path in CASES])

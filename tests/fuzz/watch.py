@@ -13,26 +13,37 @@ __all__ = ["Faults", "settled"]
 class Faults(logging.Handler):
     """Collects log records that carry an exception: in every process of Forebay's they mean a mistake of ours.
 
-    Also the exceptions that end a thread. Install once a process; `check` raises for what came since the last time.
+    Also the exceptions that end a thread. `check` raises for what came since the last time.
     """
 
-    _installed: Faults | None = None
+    _one: Faults | None = None
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._found: list[str] = []
         self._formatter = logging.Formatter("%(name)s: %(message)s")
+        self._hook = threading.excepthook
 
     @classmethod
     def install(cls) -> Faults:
-        """The one of this process."""
-        if cls._installed is None:
-            cls._installed = cls()
+        """The one of this process; what the node logs goes nowhere else."""
+        if cls._one is None:
+            cls._one = cls()
             logger = logging.getLogger("forebay")
-            logger.addHandler(cls._installed)
+            logger.addHandler(cls._one)
             logger.propagate = False
-            threading.excepthook = cls._installed._thread_ended
-        return cls._installed
+            threading.excepthook = cls._one._thread_ended
+        return cls._one
+
+    @classmethod
+    def remove(cls) -> None:
+        """As it was before `install`."""
+        if cls._one is not None:
+            logger = logging.getLogger("forebay")
+            logger.removeHandler(cls._one)
+            logger.propagate = True
+            threading.excepthook = cls._one._hook
+            cls._one = None
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info is not None and record.exc_info[0] is not None:
