@@ -24,7 +24,7 @@ from tests.kill.blocks import SCHEMA, WITHOUT_HTTP, value_of
 from tests.kill.worker import NEVER
 from tests.power.history import History
 
-__all__ = ["VICTIMS", "Herd"]
+__all__ = ["VICTIMS", "Herd", "administrator", "fsck"]
 
 ROOT = Path(__file__).parents[2]
 _LIMIT_S = 60.0
@@ -32,6 +32,24 @@ _LIMIT_S = 60.0
 _BATCH = 64
 VICTIMS = ("daemon", "target", "client", "daemon+target", "daemon+client", "target+client", "daemon+target+client")
 POLICIES = {f"kill/{policy.name.lower()}": policy for policy in Durability}
+
+
+def administrator(node: NodeProcess) -> Admin:
+    """A connection to it, with patience for a machine that does much else."""
+    return Admin(node.url, token=node.token, attempt_ms=10_000)
+
+
+def fsck(data: Path) -> int:
+    """Check what a node that is stopped left, media included; how many blocks that were."""
+    metadata = data / "metadata"
+    store = RocksStore(metadata / "rocksdb", read_only=True)
+    try:
+        check = Fsck(store, {"drive0": volumes_on(data / "drive0")}, metadata / FILE_NAME)
+        report = asyncio.run(check.run(media=True, progress=lambda done, total: None))
+    finally:
+        store.close()
+    assert report.clean, [finding for finding in report.findings if finding.wrong]
+    return report.checked.get("media_blocks", 0)
 
 
 class _Worker:
@@ -114,7 +132,7 @@ class Herd:
         self._chance = random.Random(seed)
         self.node = NodeProcess(folder / "data", **WITHOUT_HTTP)
         self.verified = 0
-        with Admin(self.node.url, token=self.node.token) as admin:
+        with administrator(self.node) as admin:
             for name, policy in POLICIES.items():
                 admin.create_namespace(name, durability=policy.name.lower())
         self._workers = [_Worker(name, folder) for name in POLICIES]
@@ -200,7 +218,7 @@ class Herd:
     def _read(self, namespace: str, keys: list[str]) -> list[GetResult]:
         """Read until the node says of each what there is, and not that it cannot say."""
         results: list[GetResult] = []
-        options = ClientOptions(connect_ms=10_000)
+        options = ClientOptions(connect_ms=10_000, attempt_ms=1_000)
 
         def read() -> bool:
             try:
@@ -218,17 +236,7 @@ class Herd:
 
     def _fsck(self) -> None:
         """What lies there between two starts is whole, media included."""
-        metadata = self.node.data / "metadata"
-        store = RocksStore(metadata / "rocksdb", read_only=True)
-        try:
-            files = {"drive0": volumes_on(self.node.data / "drive0")}
-            fsck = Fsck(store, files, metadata / FILE_NAME)
-            report = asyncio.run(fsck.run(media=True, progress=lambda done, total: None))
-        finally:
-            store.close()
-        wrong = [f for f in report.findings if f.wrong]
-        assert not wrong, wrong
-        self.verified += report.checked.get("media_blocks", 0)
+        self.verified += fsck(self.node.data)
 
     def stop(self) -> None:
         """A clean end, and a check of what it left."""

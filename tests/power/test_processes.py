@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from forebay.appliance.namespace.records import Durability
-from forebay.client import Admin, Client, ClientOptions, connect
+from forebay.client import Client, ClientOptions, connect
 from tests.client.conftest import NodeProcess
 from tests.conftest import LONG
 from tests.counting import Count
 from tests.kill.blocks import SCHEMA, WITHOUT_HTTP, value_of
+from tests.kill.herd import administrator
 from tests.power.checking import Subject, check
 from tests.power.disk import append_mark
 from tests.power.history import History
@@ -32,11 +33,11 @@ POLICIES = {f"real/{policy.name.lower()}": policy for policy in Durability}
 SUBJECT = Subject(
     "data/metadata/rocksdb", "data/drive0", "data/metadata/index.checkpoint", 64, value_of, lambda key: SCHEMA
 )
-LOSSES = 200 if LONG else 5
+LOSSES = 200 if LONG else 4
 SERVED = 8 if LONG else 1
 _STEPS = 8
 _BATCH = 3
-_OPTIONS = ClientOptions(deadline_ms=60_000, connect_ms=60_000)
+_OPTIONS = ClientOptions(deadline_ms=60_000, connect_ms=60_000, attempt_ms=10_000)
 
 
 class _Writer:
@@ -86,7 +87,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     recording = Recording(tmp_path_factory.mktemp("processes"))
     node = NodeProcess(recording.root / "data", **WITHOUT_HTTP, **recording.environment())
     try:
-        with Admin(node.url, token=node.token) as admin:
+        with administrator(node) as admin:
             for name, policy in POLICIES.items():
                 append_mark(recording.log, f"making {name}")
                 admin.create_namespace(name, durability=policy.name.lower())
