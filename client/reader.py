@@ -22,6 +22,7 @@ from forebay.errors import (
     InvalidArgument,
     LeaseExpired,
     ProtocolError,
+    TargetFailed,
     Unavailable,
     ValueSize,
     reason,
@@ -167,7 +168,7 @@ class Reader:
                 results.append(GetResult(False, reason(want)))
                 continue
             code = verdict(outcomes[id(want)], want.expected, now_ms, lease_until_ms)
-            if code == ChecksumMismatch.code:
+            if code in (ChecksumMismatch.code, TargetFailed.code):  # the node sees whether it is block or drive
                 damaged[block] = None
             if code != OK:
                 results.append(GetResult(False, reason(code)))

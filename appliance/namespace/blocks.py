@@ -612,7 +612,9 @@ class Blocks:
         try:
             found = await e.target.checksums(spec, [one for block in asked.values() for one in block.ranges])
         except TargetFailed as error:
-            if len(asked) > 1:  # one of them cannot be read; which?
+            if len(asked) > 1:  # one of them cannot be read; which, or is it the drive?
+                if (drive := await self._drive_reads(spec)) is not True:
+                    return (0, 0, len(asked), 0) if drive is False else (0, 0, 0, len(asked))
                 parts = [await self._verify(spec, {row: block}) for row, block in asked.items()]
                 good, bad, unread, unknown = (sum(part) for part in zip(*parts, strict=True))
                 return good, bad, unread, unknown
@@ -635,18 +637,24 @@ class Blocks:
     async def _unread(self, spec: VolumeSpec, asked: dict[int, _Asked]) -> tuple[int, int, int, int]:
         """One block, held, that the drive did not give: it is bad if the drive gives others, such as the label."""
         e = self._e
-        try:
-            await e.target.checksums(spec, [(0, LBA_BYTES, 0)])
-        except TargetFailed:
-            return 0, 0, 1, 0
-        except ForebayError:
-            return 0, 0, 0, 1
+        if (drive := await self._drive_reads(spec)) is not True:
+            return (0, 0, 1, 0) if drive is False else (0, 0, 0, 1)
         rows = np.array(list(asked), dtype=np.int64)
         rows = rows[findable(e.index.state[rows])]
         if rows.size:
             keys = [asked[row].stored_key for row in rows.tolist()]
             await self.retire(rows, keys, "bad", self._to_quarantine(rows, "read_error"))
         return 0, len(rows), 0, 0
+
+    async def _drive_reads(self, spec: VolumeSpec) -> bool | None:
+        """Whether the drive gives at least the volume's label; None when the target does not say."""
+        try:
+            await self._e.target.checksums(spec, [(0, LBA_BYTES, 0)])
+        except TargetFailed:
+            return False
+        except ForebayError:
+            return None
+        return True
 
     def _to_quarantine(self, rows: Rows, reason: str) -> list[Quarantined]:
         """Entries for the extents of bad blocks, as long as the volume may lose them."""

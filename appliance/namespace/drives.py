@@ -51,7 +51,7 @@ _PROBE_BYTES = 64 << 10
 _HANGS_MS = 30_000
 """A look that takes longer waits for a drive that is away."""
 _AGAIN_MS = 1_000
-_AGAIN_MOST_MS = 60_000
+_AGAIN_MOST_MS = 10_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from forebay.cli.demo.node import DemoNode
 from forebay.cli.exits import OK, UNAVAILABLE
 from forebay.cli.top.frame import frame
 from forebay.cli.top.sample import Look, Rates
-from forebay.client import DriveStatus, NamespaceInfo, NodeStatus
+from forebay.client import DriveStatus, NamespaceInfo, NodeProblem, NodeStatus
 from tests.cli.shell import Shell
 
 STATUS = NodeStatus(
@@ -97,6 +97,14 @@ def test_it_fits(height: int) -> None:
     assert len(lines) <= height and all(len(line) <= 80 for line in lines)
     if height == 24:
         assert "tenant-0039" in "\n".join(lines) and "and 30 more" in "\n".join(lines)
+
+
+def test_what_is_degraded_is_said_in_a_line() -> None:
+    why = "drive drive1: /drives/1 has no forebay.drive: is the drive mounted? " + "x" * 80
+    away = NodeProblem("drives", why, "some")
+    lines = drawn(look(12, replace(STATUS, problems=(away, away))))
+    assert lines[2].startswith("degraded: drive drive1: /drives/1") and "1 more" in lines[2]
+    assert len(lines) == len(drawn(look(12))) and all(len(line) <= 80 for line in lines)
 
 
 def test_trouble_takes_the_foot() -> None:

@@ -118,16 +118,12 @@ def test_events_tell_of_a_drive(node: FaultyNode, stock: Stock, faults: Faults) 
         with faults.during(node.drives[1] / "*", EVERYTHING):
             eventually(lambda: drives(node)["drive1"] == "away", "the loss is noticed")
         eventually(lambda: drives(node)["drive1"] == "serving", "the drive is back")
-        told = [(e.kind, e.reason) for e in events_until(events, "restored")]
+        told: list[tuple[str, str]] = []
+        for event in events:
+            told.append((event.kind, event.reason))
+            if event.kind == "restored":
+                break
     assert ("degraded", "drive drive1 is away") in told
-
-
-def events_until(events, kind):  # type: ignore[no-untyped-def]
-    """Events up to the last one of a kind that is there."""
-    for event in events:
-        yield event
-        if event.kind == kind:
-            return
 
 
 def test_a_flush_that_fails_fails_the_commit_and_the_next_one_is_not_believed(

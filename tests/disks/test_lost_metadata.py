@@ -20,7 +20,7 @@ from tests.disks.node import FaultyNode
 from tests.sim.rig import REGION, Member, Rig
 
 LONG = os.environ.get("FOREBAY_TEST_PROFILE") == "long"
-ROUNDS = 100 if LONG else 3
+ROUNDS = 20 if LONG else 3
 COUNT = 40
 _WRITTEN = 4 << 20
 """As far as the blocks of a test reach, and further."""
