@@ -12,7 +12,7 @@ from tests.seeds import SEED
 from tests.soak.content import LEAST_BYTES, problem, value_of, write_of
 from tests.soak.run import Plan, Soak
 
-PLAN = Plan(600.0, 3, 512 << 20) if LONG else Plan(6.0, 2, 384 << 20, era_s=3.0, fault_s=0.7)
+PLAN = Plan(600.0, 3, 512 << 20) if LONG else Plan(6.0, 2, 384 << 20, era_s=2.0, fault_s=0.5)
 
 
 @pytest.mark.timeout(3600 if LONG else 240)
