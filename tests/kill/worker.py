@@ -119,8 +119,15 @@ class _Worker:
             self._wait_for_node(client)
 
     def _wait_for_node(self, client: Client) -> None:
-        """Else a node that is away would cost a key every few microseconds."""
-        while client.match([b"k-0"]).reasons[0] not in ("ok", "absent") and self.go.is_set():
+        """Until the daemon answers and the target gives a block: else each moment without them costs keys."""
+        there = next((key for key in self._state if key not in self._unsure and self._state[key] is not None), None)
+        while self.go.is_set():
+            if there is None and client.match([b"k-0"]).reasons[0] in ("ok", "absent"):
+                return
+            if there is not None:
+                (result,) = client.get([there.encode()])
+                if result.hit or result.reason == "absent":  # which a volatile one may be
+                    return
             self._never.wait(_AWAY_S)
 
     def _get(self, client: Client, keys: list[str]) -> None:
