@@ -271,10 +271,12 @@ class _Daemon:
                 *("--log-level", config.log.level, "--log-format", config.log.format),
             ),
         )
-        if config.http.enabled:
-            # it takes longer to import than all the rest: meanwhile target and engine start
+
+        def load_http() -> None:
             self._loading = asyncio.create_task(asyncio.to_thread(_load_http))
-        found = await supervisor.start()
+
+        # What HTTP imports takes long: while a target starts there is time, but else clients wait for their blocks.
+        found = await supervisor.start(load_http if config.http.enabled else None)
         if found:
             _log.info("the target of an earlier start is still there, pid %s", supervisor.pid)
         rpc = JsonRpcClient(supervisor.socket, timeout_s=target_config.rpc_timeout_ms / 1000, tracer=self._tracer)
@@ -372,8 +374,8 @@ class _Daemon:
         work = (self._sweep(node), self._look(node), self._scrub(node), self._save_checkpoints(node))
         tasks = [asyncio.create_task(one) for one in work]
         try:
-            if self._loading is not None:
-                await self._loading
+            if config.http.enabled:
+                await (self._loading or asyncio.to_thread(_load_http))
                 http = self._http(node, store, supervisor, calls, administration)
                 served["http"] = replace(config.http.listen, port=http.start(config.http.listen))
             settle_memory()

@@ -123,14 +123,17 @@ class Supervisor:
         """How often a target was replaced since `start`."""
         return self._restarts
 
-    async def start(self) -> bool:
+    async def start(self, meanwhile: Callable[[], None] | None = None) -> bool:
         """Take over the target that runs, or start one; then watch it. True if it ran already.
 
-        Raises `Unavailable` with the end of the target's log if it does not come up.
+        ``meanwhile`` is called before a wait for one that was not there. Raises `Unavailable` with the end of the
+        target's log if it does not come up.
         """
         self._run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = await self._adopt()
         if not found:
+            if meanwhile is not None:
+                meanwhile()
             await self._launch()
         self._watching = asyncio.create_task(self._watch(), name="target supervisor")
         return found

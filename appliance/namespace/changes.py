@@ -30,7 +30,10 @@ class ChangeLog:
             raise MetadataCorrupt(f"the base of the change log has {len(base)} bytes", field="meta.change_base")
         self.base = int.from_bytes(base, "big")
         """Entries up to this number are forgotten: a checkpoint that is not whole up to here is of no use."""
-        self.last = max([self.base, *(number for number, _ in self.after(self.base))])
+        last = store.last_key("changes") or bytes(_KEY_BYTES)
+        if len(last) != _KEY_BYTES:
+            raise MetadataCorrupt(f"the change {last.hex()} does not decode", field="changes")
+        self.last = max(self.base, int.from_bytes(last, "big"))
         self._open: dict[int, int] = {}  # first number of a batch -> its last
 
     def enter(self, stored_keys: Sequence[StoredKey]) -> tuple[range, list[Op]]:

@@ -198,6 +198,17 @@ class RocksStore(Store):
             finally:
                 del cursor  # it keeps the database open
 
+    def last_key(self, family: str) -> bytes | None:
+        with self._read() as database:
+            cursor: Any = database.families[family].iter()
+            try:
+                cursor.seek_to_last()
+                found: bytes | None = cursor.key() if cursor.valid() else None
+                cursor.status()  # what cannot be read looks like the end of the table
+            finally:
+                del cursor  # it keeps the database open
+        return found
+
     async def write(self, ops: Sequence[Op], *, durable: bool = True) -> None:
         loop = asyncio.get_running_loop()
         batch = _Batch(ops, durable, loop, loop.create_future())

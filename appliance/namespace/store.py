@@ -48,6 +48,10 @@ class Store(ABC):
     def scan(self, family: str, start: bytes = b"", prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Pairs in key order from ``start`` on, while keys begin with ``prefix``."""
 
+    @abstractmethod
+    def last_key(self, family: str) -> bytes | None:
+        """The highest key, or None in an empty family."""
+
     def deletes(self, family: str, prefix: bytes) -> list[Op]:
         """What to write to delete every key that begins so."""
         return [Op(family, key, None) for key, _ in self.scan(family, prefix=prefix)]
@@ -84,6 +88,9 @@ class MemoryStore(Store):
     def scan(self, family: str, start: bytes = b"", prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         table = self.families[family]
         return iter([(k, table[k]) for k in sorted(table) if k >= max(start, prefix) and k.startswith(prefix)])
+
+    def last_key(self, family: str) -> bytes | None:
+        return max(self.families[family], default=None)
 
     async def write(self, ops: Sequence[Op], *, durable: bool = True) -> None:
         for family, key, value in ops:

@@ -42,6 +42,7 @@ def test_get_multi_get_and_scan(store: Store) -> None:
     assert list(store.scan("blocks", b"a31")) == [(b"a4", b"4"), (b"b", b"x")]
     assert list(store.scan("blocks", b"c")) == []
     assert [k for k, _ in store.scan("meta")] == [b"a1"]
+    assert (store.last_key("blocks"), store.last_key("meta"), store.last_key("owners")) == (b"b", b"a1", None)
 
 
 def test_batches_apply_in_order(store: Store) -> None:
@@ -57,6 +58,8 @@ def test_delete_range(store: Store) -> None:
     run(store.write([Op("changes", b"%d" % i, b"") for i in range(9)]))
     run(store.delete_range("changes", b"2", b"5"))
     assert [k for k, _ in store.scan("changes")] == [b"0", b"1", b"5", b"6", b"7", b"8"]
+    run(store.delete_range("changes", b"6", b"9"))
+    assert store.last_key("changes") == b"5"
 
 
 @settings(max_examples=20)
