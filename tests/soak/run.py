@@ -18,8 +18,8 @@ from forebay.appliance.dataplane.volumes import volumes_on
 from forebay.appliance.namespace.checkpoint import FILE_NAME
 from forebay.appliance.namespace.fsck import Fsck, FsckReport
 from forebay.appliance.namespace.rocks import RocksStore
-from forebay.client import Admin, NamespaceInfo, NodeStatus, connect
-from forebay.errors import ForebayError
+from forebay.client import Admin, Client, NamespaceInfo, NodeStatus, connect
+from forebay.errors import ForebayError, Unavailable
 from tests.client.conftest import NodeProcess, eventually
 from tests.footprint import Footprint, footprint
 from tests.soak.content import GRID, NAMESPACES
@@ -215,13 +215,27 @@ class Soak:
                 assert blocks + aside[info.name] == info.used_bytes, f"{blocks} + {aside[info.name]}: {info}"
 
     def _extents(self, name: str) -> int:
-        schema = GRID if name == "soak/ranks" else None
-        with connect(self._node.url, token=self._node.token, namespace=name, schema=schema) as client:
+        with self._opened(name) as client:
             total, keys = 0, [block.key for block in client.list()]
             for at in range(0, len(keys), 500):
                 found = client.stat(keys[at : at + 500])
                 total += sum(stat.block.extent_bytes for stat in found if stat.block is not None)
         return total
+
+    def _opened(self, name: str) -> Client:
+        """A session, once the target is there again that may just have been killed."""
+        schema = GRID if name == "soak/ranks" else None
+        found: list[Client] = []
+
+        def opened() -> bool:
+            try:
+                found.append(connect(self._node.url, token=self._node.token, namespace=name, schema=schema))
+            except Unavailable:
+                return False
+            return True
+
+        eventually(opened, f"a session in {name}", _LIMIT_S)
+        return found[0]
 
     def _processes(self, status: NodeStatus) -> tuple[tuple[str, int], ...]:
         return ("daemon", self._node.process.pid), ("target", status.target_pid)
