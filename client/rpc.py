@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,6 +55,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[ForebayError]] = {
     grpc.StatusCode.UNIMPLEMENTED: ProtocolError,
 }
 _ATTEMPT_MS = 100
+_MAX_RETRY_MS = 2_000
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -143,6 +145,7 @@ class Rpc:
         )
         self._streamed = _streamed(self.blocks) if streams else {}
         self._changing = threading.Lock()
+        self._closed = threading.Event()
 
     def left_ms(self, deadline_ms: int) -> int:
         """Milliseconds to a deadline. Raises `DeadlineExceeded` when none are left."""
@@ -152,7 +155,23 @@ class Rpc:
         return left_ms
 
     def call(self, method: grpc.UnaryUnaryMultiCallable[_Q, _A], request: _Q, deadline_ms: int) -> _A:
-        """One request, one answer."""
+        """One request, one answer; asked again when a node that is busy says so, if that is before the deadline."""
+        attempt = 0
+        while True:
+            try:
+                return self._once(method, request, deadline_ms)
+            except Busy as e:
+                # Longer each time, so that those who are turned away do not keep the node from its work.
+                wait_ms = min(e.retry_after_ms << min(attempt, 8), max(e.retry_after_ms, _MAX_RETRY_MS))
+                wait_ms = int(wait_ms * random.uniform(1.0, 1.5))
+                if not wait_ms or self._clock.monotonic_ms() + wait_ms >= deadline_ms:
+                    raise
+            attempt += 1
+            if self._closed.wait(wait_ms / 1000):
+                raise self._is_closed()
+            _set_deadline(request, self.left_ms(deadline_ms))
+
+    def _once(self, method: grpc.UnaryUnaryMultiCallable[_Q, _A], request: _Q, deadline_ms: int) -> _A:
         timeout_s = self.left_ms(deadline_ms) / 1000
         streamed = self._streamed.get(method)
         if streamed is not None:
@@ -237,6 +256,7 @@ class Rpc:
 
     def close(self) -> None:
         """Close the channel; calls under way end as `Unavailable`."""
+        self._closed.set()
         self._stream.close()
         self._channel.close()
 
@@ -248,6 +268,13 @@ def _streamed(blocks: services.BlocksStub) -> dict[object, tuple[str, type[Messa
         for method in pb.DESCRIPTOR.services_by_name["Blocks"].methods
         if "context" in method.input_type.fields_by_name and not method.server_streaming
     }
+
+
+def _set_deadline(request: object, left_ms: int) -> None:
+    """Have a request say how long there is now."""
+    named = getattr(request, "context", request)
+    if hasattr(named, "deadline_ms"):
+        named.deadline_ms = min(left_ms, named.deadline_ms)
 
 
 def _known(value: str | bytes) -> ForebayError | None:

@@ -17,7 +17,17 @@ from google.protobuf.message import Message
 
 from forebay import request_id
 from forebay.appliance.control.accounting import CANCELLED, Account
-from forebay.appliance.control.calls import Calls, Malformed, Method, Stream, abort, encode, parser, with_context
+from forebay.appliance.control.calls import (
+    Calls,
+    Malformed,
+    Method,
+    Stream,
+    abort,
+    encode,
+    parser,
+    taken,
+    with_context,
+)
 from forebay.errors import OK, Busy, ForebayError, InvalidArgument, Unavailable
 from forebay.proto import forebay_pb2 as pb
 
@@ -65,11 +75,12 @@ class CallStreams:
         stream = _CallStream(self._calls, self._served, headers, context)
         try:
             try:
-                self._calls.authenticate(call, headers.get("authorization"))
+                principal = self._calls.authenticate(call, headers.get("authorization"))
                 if self._ending:
                     raise _stopping()
                 self._streams.add(stream)
-                await stream.serve()
+                with self._calls.streams.place(principal.name):
+                    await stream.serve()
                 code = OK
                 return
             except Exception as e:  # one place turns every error into a status
@@ -101,6 +112,8 @@ class _CallStream:
         self._working: dict[int, asyncio.Task[None]] = {}  # those that have no answer yet
         self._bytes = 0
         self._draining = False
+        self._stuck: Unavailable | None = None
+        """The client takes no answers: there is no use in further ones."""
 
     async def serve(self) -> None:
         """Answer messages until the client sends no more. Raises `InvalidArgument` for what names no call."""
@@ -114,7 +127,7 @@ class _CallStream:
             while self._tasks:
                 await asyncio.wait(self._tasks)
             if self._draining:
-                raise _stopping()
+                raise self._stuck or _stopping()
         finally:  # the client went away, or broke the protocol: nobody waits for the rest
             for task in self._tasks:
                 task.cancel()
@@ -195,7 +208,14 @@ class _CallStream:
 
     async def _write(self, reply: pb.CallReply) -> None:
         async with self._writing:
-            await self._context.write(reply)
+            if self._stuck is not None:
+                raise self._stuck
+            try:
+                await taken(self._context.write(reply))
+            except Unavailable as error:
+                self._stuck = error
+                self.drain()
+                raise
 
 
 def _encoded(error: ForebayError) -> bytes:

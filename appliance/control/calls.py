@@ -14,7 +14,8 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +24,7 @@ from google.protobuf.message import DecodeError, Message
 
 from forebay import request_id
 from forebay.appliance.control.accounting import CANCELLED, Account, Accounts
+from forebay.appliance.control.admission import Admission, keep_place
 from forebay.appliance.log import fields
 from forebay.appliance.namespace.acl import Acl
 from forebay.appliance.namespace.desired_state import Principal
@@ -30,10 +32,10 @@ from forebay.appliance.trace import Span, Tracer
 from forebay.errors import (
     GRPC_STATUS,
     OK,
-    Busy,
     DeadlineExceeded,
     ForebayError,
     InvalidArgument,
+    Unavailable,
     reason,
 )
 
@@ -51,6 +53,7 @@ __all__ = [
     "finish",
     "handler",
     "parser",
+    "taken",
     "with_context",
 ]
 
@@ -58,8 +61,11 @@ _log = logging.getLogger(__name__)
 
 ERROR_TRAILER = "forebay-error-bin"
 MAX_DEADLINE_MS = 600_000
-_MAX_IN_FLIGHT = 1024
+_MAX_IN_FLIGHT = 2048
+_MAX_STREAMS = 16_384
 _RETRY_MS = 50
+_STREAM_RETRY_MS = 500
+_TAKEN_S = 10.0
 
 Request = TypeVar("Request", bound=Message)
 Reply = TypeVar("Reply", bound=Message)
@@ -74,6 +80,8 @@ class Method(Generic[Request, Reply]):
     name: str
     request: type[Request]
     run: Callable[[Principal, Request], Awaitable[Reply]]
+    relieves: bool = False
+    """It keeps a session alive or gives something back: to turn it away would make things worse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,7 @@ class Stream(Generic[Request, Reply]):
 
     name: str
     request: type[Request]
-    run: Callable[[Principal, Request], AsyncIterator[Reply]]
+    run: Callable[[Principal, Request], AsyncGenerator[Reply, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,7 @@ async def finish(work: Coroutine[Any, Any, T], deadline_ms: int, late: Late[T] |
             undoing = asyncio.ensure_future(_undo(task, late))
             _undoing.add(undoing)
             undoing.add_done_callback(_undoing.discard)
+            keep_place(undoing)
     if not task.done():
         raise DeadlineExceeded(field="deadline_ms", limit=deadline_ms)
     return task.result()
@@ -149,7 +158,8 @@ class Calls:
         self._acl = acl
         self._counters = counters
         self._tracer = tracer
-        self._in_flight = 0
+        self.calls = Admission(_MAX_IN_FLIGHT, "calls under way", retry_after_ms=_RETRY_MS)
+        self.streams = Admission(_MAX_STREAMS, "streams open", retry_after_ms=_STREAM_RETRY_MS)
 
     def begin(self, account: Account, headers: Mapping[str, Any], given_id: str = "") -> Call:
         """A call comes in; the task is its own. ``given_id`` is the request id that the request itself names."""
@@ -179,18 +189,6 @@ class Calls:
         call.principal = principal.name
         return principal
 
-    def enter(self) -> None:
-        """Count a call in. Raises `Busy` beyond the node's limit."""
-        if self._in_flight >= _MAX_IN_FLIGHT:
-            raise Busy(
-                "the node has as many calls in flight as it takes", limit=_MAX_IN_FLIGHT, retry_after_ms=_RETRY_MS
-            )
-        self._in_flight += 1
-
-    def leave(self) -> None:
-        """Count a call out."""
-        self._in_flight -= 1
-
     async def perform(
         self, method: Method[Any, Any], account: Account, request: Any, headers: Mapping[str, Any]
     ) -> Any:
@@ -200,11 +198,8 @@ class Calls:
         try:
             _check(request)
             principal = self.authenticate(call, headers.get("authorization"))
-            self.enter()
-            try:
+            with self.calls.place(principal.name, always=method.relieves):
                 reply = await method.run(principal, request)
-            finally:
-                self.leave()
             code = OK
             return reply
         except Exception as e:  # one place turns every error into a coded one
@@ -250,6 +245,15 @@ def _check(request: Any) -> None:
         raise InvalidArgument(f"the request does not parse: {request.message}", field="request")
 
 
+async def taken(write: Awaitable[None]) -> None:
+    """Wait until gRPC has taken an answer. Raises `Unavailable` for a client that takes none, and so ends with it."""
+    try:
+        async with asyncio.timeout(_TAKEN_S):
+            await write
+    except TimeoutError:
+        raise Unavailable(f"the client took no answer for {_TAKEN_S:g} s") from None
+
+
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ForebayError) -> None:
     """End a gRPC call with an error."""
     status = next(GRPC_STATUS[cls] for cls in type(error).__mro__ if cls in GRPC_STATUS)
@@ -272,7 +276,7 @@ def handler(calls: Calls, method: Method[Any, Any] | Stream[Any, Any]) -> grpc.R
 
         return grpc.unary_unary_rpc_method_handler(unary, request_deserializer=parse, response_serializer=encode)
 
-    async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+    async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         headers = dict(context.invocation_metadata() or ())
         named = in_context and not isinstance(request, Malformed)
         call, code = calls.begin(account, headers, request.context.request_id if named else ""), CANCELLED
@@ -280,8 +284,10 @@ def handler(calls: Calls, method: Method[Any, Any] | Stream[Any, Any]) -> grpc.R
             try:
                 _check(request)
                 principal = calls.authenticate(call, headers.get("authorization"))
-                async for reply in method.run(principal, request):
-                    yield reply
+                with calls.streams.place(principal.name):
+                    async with aclosing(method.run(principal, request)) as replies:
+                        async for reply in replies:
+                            await taken(context.write(reply))
                 code = OK
                 return
             except Exception as e:  # one place turns every error into a status

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import cbor2
 import numpy as np
 from google.protobuf.json_format import MessageToDict
 
+from forebay.appliance.control.admission import Admission
 from forebay.appliance.control.calls import MAX_DEADLINE_MS, Method, Stream, finish
 from forebay.appliance.namespace.desired_state import Principal
 from forebay.appliance.namespace.events import BlockEvent
@@ -40,6 +42,10 @@ _DEFAULT_LIST = 1_000
 _MAX_TAIL_BYTES = 4096
 _RETRY_MS = 20
 
+_MAX_AWAITED = 1 << 19
+"""Keys of all calls of Wait together: each takes some hundred bytes for as long as it is waited for."""
+_AWAITED_RETRY_MS = 500
+
 T = TypeVar("T")
 
 
@@ -50,20 +56,21 @@ class DataCalls:
         self._node = node
         self._name = name
         self._load_us = load_us
+        self._awaited = Admission(_MAX_AWAITED, "keys waited for", retry_after_ms=_AWAITED_RETRY_MS)
 
     def methods(self) -> list[Method[Any, Any] | Stream[Any, Any]]:
         """All calls of the service."""
         return [
             Method("OpenSession", pb.OpenSessionRequest, self.open_session),
             Method("JoinSession", pb.JoinSessionRequest, self.join_session),
-            Method("Heartbeat", pb.HeartbeatRequest, self.heartbeat),
-            Method("CloseSession", pb.CloseSessionRequest, self.close_session),
+            Method("Heartbeat", pb.HeartbeatRequest, self.heartbeat, relieves=True),
+            Method("CloseSession", pb.CloseSessionRequest, self.close_session, relieves=True),
             Method("Match", pb.MatchRequest, self.match),
             Method("Acquire", pb.AcquireRequest, self.acquire),
-            Method("Release", pb.ReleaseRequest, self.release),
+            Method("Release", pb.ReleaseRequest, self.release, relieves=True),
             Method("Allocate", pb.AllocateRequest, self.allocate),
             Method("Commit", pb.CommitRequest, self.commit),
-            Method("Abort", pb.AbortRequest, self.abort),
+            Method("Abort", pb.AbortRequest, self.abort, relieves=True),
             Method("Touch", pb.TouchRequest, self.touch),
             Method("Pin", pb.PinRequest, self.pin),
             Method("Delete", pb.DeleteRequest, self.delete),
@@ -377,8 +384,19 @@ class DataCalls:
 
     # ------------------------------------------------------------------------------------------------ streams
 
-    async def wait(self, principal: Principal, request: pb.WaitRequest) -> AsyncIterator[pb.WaitReply]:
+    async def wait(self, principal: Principal, request: pb.WaitRequest) -> AsyncGenerator[pb.WaitReply, None]:
         session, keys, deadline_ms = self._read(principal, request)
+        place = self._awaited.enter(principal.name, len(keys))
+        try:
+            async with aclosing(self._await(session, keys, deadline_ms)) as replies:
+                async for reply in replies:
+                    yield reply
+        finally:
+            place.leave()
+
+    async def _await(
+        self, session: Session, keys: list[BlockKey], deadline_ms: int
+    ) -> AsyncGenerator[pb.WaitReply, None]:
         clock, waiters = self._node.engine.clock, self._node.engine.waiters
         until_ms = clock.monotonic_ms() + deadline_ms
         _, digests, rows = self._node.blocks.find(session, keys)
@@ -402,7 +420,7 @@ class DataCalls:
             for future, i in waiting.items():
                 waiters.drop(digests[i].tobytes(), future)
 
-    async def watch(self, principal: Principal, request: pb.WatchRequest) -> AsyncIterator[pb.WatchReply]:
+    async def watch(self, principal: Principal, request: pb.WatchRequest) -> AsyncGenerator[pb.WatchReply, None]:
         session, deadline_ms = self._session(principal, request.context, "read")
         clock, events = self._node.engine.clock, self._node.engine.events
         until_ms = clock.monotonic_ms() + deadline_ms

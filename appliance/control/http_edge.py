@@ -97,16 +97,13 @@ class Edge:
             if scope["path"] in self._open:
                 await self._app(scope, receive, sending)
             else:
-                self._calls.enter()
-                try:
-                    state.principal = self._calls.authenticate(call, headers.get("authorization"))
-                    self._acl.need_admin(state.principal)
+                state.principal = self._calls.authenticate(call, headers.get("authorization"))
+                self._acl.need_admin(state.principal)
+                with self._calls.calls.place(state.principal.name):
                     if scope["path"] != "/metrics":  # scrapers have parameters of their own
                         _check_query(scope, route)
                     body = await _body(headers, receive)
                     await self._app(scope, _replayed(body, receive), sending)
-                finally:
-                    self._calls.leave()
             if state.error is not None:
                 code = self._calls.failed(account.method, state.error).code
             else:

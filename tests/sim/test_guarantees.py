@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from forebay.appliance.control import calls
+from forebay.appliance.control.admission import Place
 from forebay.appliance.control.calls import Calls, finish
 from forebay.appliance.namespace.acl import Acl
 from forebay.appliance.namespace.blocks import Blocks
@@ -535,19 +536,22 @@ def test_7_too_many_calls_at_once_are_told_to_come_back(monkeypatch: Patch, remo
     """Defence: calls in flight are counted; the next one gets Busy, with a time."""
     if removed:
         monkeypatch.setattr(calls, "_MAX_IN_FLIGHT", 1 << 60)
+    places: list[Place] = []
     edge = Calls(Acl(DesiredState(MemoryStore())), Counter())
     refused: ForebayError | None = None
     for _ in range(1024):
-        edge.enter()
+        places.append(edge.calls.enter("one"))
     try:
-        edge.enter()
+        edge.calls.enter("one")
     except Busy as busy:
         refused = busy
     assert (refused is None) == removed
     if refused is not None:
-        assert refused.retry_after_ms > 0 and refused.limit == 1024
-        edge.leave()
-        edge.enter()
+        assert refused.retry_after_ms > 0 and refused.limit == 2048
+        edge.calls.enter("another"), "what one does not get is there for others"
+        places.pop().leave()
+        places.pop().leave()
+        edge.calls.enter("one")
 
 
 @on_loop
