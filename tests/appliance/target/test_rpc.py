@@ -477,6 +477,36 @@ def test_what_is_no_request_is_told(control: Control) -> None:
     assert [answer["error"]["code"] for answer in found] == [-32600, -32600, -32602]
 
 
+@pytest.mark.parametrize(
+    "data",
+    [b'{"method": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"id": ' + b"9" * 5000 + b"}", b'{"id": NaN}'],
+    ids=["deep", "huge number", "NaN"],
+)
+def test_what_python_takes_and_json_has_not_ends_the_connection(control: Control, data: bytes) -> None:
+    (answer,) = raw_calls(control, data, 2)
+    assert answer["error"]["code"] == -32700
+    assert control.client.spdk_get_version()
+
+
+@pytest.mark.parametrize("ident", ["[1]", "{}", "1.5"])
+def test_an_id_is_a_number_or_a_text(control: Control, ident: str) -> None:
+    found = raw_calls(control, b'{"method": "spdk_get_version", "id": %s}' % ident.encode(), 1)
+    assert [answer["error"]["code"] for answer in found] == [-32600]
+
+
+@pytest.mark.parametrize("address", ["", "\0", "\ud800", "a\n"])
+def test_addresses_and_names_that_cannot_be_are_invalid(control: Control, address: str) -> None:
+    control.serve()
+    listen = {"trtype": "TCP", "adrfam": "IPv4", "traddr": address, "trsvcid": "0"}
+    calls = [
+        {"method": "nvmf_subsystem_add_listener", "params": {"nqn": NQN, "listen_address": listen}, "id": 1},
+        {"method": "nvmf_create_subsystem", "params": {"nqn": "nqn.\ud800"}, "id": 2},
+        {"method": "nvmf_subsystem_add_host", "params": {"nqn": NQN, "host": "\ud800"}, "id": 3},
+    ]
+    found = raw_calls(control, b"".join(json.dumps(call).encode() for call in calls), 3)
+    assert sorted(answer["error"]["code"] for answer in found) == [-32602, -32602, -32602]
+
+
 def test_a_waiting_call_holds_up_no_other(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers may come in another order than the requests, on one connection too."""
     control.volume("v")
