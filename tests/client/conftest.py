@@ -133,6 +133,10 @@ class NodeAccess:
         """A client of it, as the administrator."""
         return connect(self.url, token=self.token, **arguments)
 
+    def admin(self) -> Admin:
+        """The administrator, who has patience with a machine that is busy."""
+        return Admin(self.url, token=self.token, deadline_ms=60_000, attempt_ms=30_000)
+
 
 class NodeProcess(NodeAccess):
     """A node: daemon and target."""
@@ -180,7 +184,7 @@ class NodeProcess(NodeAccess):
     @property
     def target_pid(self) -> int:
         """Of the target as it is now; the node starts it again when it dies."""
-        with Admin(self.url, token=self.token) as admin:
+        with self.admin() as admin:
             return admin.status().target_pid
 
     def kill_target(self) -> None:

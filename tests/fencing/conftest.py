@@ -13,6 +13,7 @@ import pytest
 from forebay.client import Client, ClientOptions, NvmeTcpOptions, WritePlan
 from forebay.client.session import Opening, TransportFactory, nvme_tcp
 from forebay.client.transports.base import Transport
+from forebay.clock import Clock
 from forebay.ids import LBA_BYTES, Extent
 from forebay.schema import Group, HashAlgorithm, Schema
 from tests.client.conftest import NodeProcess, eventually
@@ -20,7 +21,9 @@ from tests.fencing.switches import VARIABLE, Switches
 from tests.fencing.wire import Wire
 
 ROOT = str(Path(__file__).resolve().parents[2])
-OPTIONS = ClientOptions(deadline_ms=60_000, nvme_tcp=NvmeTcpOptions(connections=1, backoff_ms=(1, 1)))
+OPTIONS = ClientOptions(
+    deadline_ms=60_000, connect_ms=60_000, attempt_ms=30_000, nvme_tcp=NvmeTcpOptions(connections=1, backoff_ms=(1, 1))
+)
 PAIR = Schema(
     "test",
     b"",
@@ -28,8 +31,8 @@ PAIR = Schema(
     (Group("full", (0, 1), 1, 1, LBA_BYTES, "bf16", "test", layer_groups=2),),
 )
 """Blocks of two tiles, each so small that its write is one PDU."""
-SESSION_MS = 10_000
-"""A session ends after so long a silence."""
+SESSION_MS = 60_000
+"""A session of a node with switches ends after so long a silence."""
 
 Out = frozenset[str] | None
 """Which defences are out: None is the product, as `forebay serve` runs it."""
@@ -58,10 +61,16 @@ class Node(NodeProcess):
         return self.client_by(way, options=options, schema=schema, **opening)
 
     def client_by(
-        self, way: TransportFactory, *, options: ClientOptions = OPTIONS, schema: Schema | None = None, **opening: Any
+        self,
+        way: TransportFactory,
+        *,
+        options: ClientOptions = OPTIONS,
+        schema: Schema | None = None,
+        clock: Clock | None = None,
+        **opening: Any,
     ) -> Client:
         asked = Opening(opening.pop("namespace", "default/default"), schema or Schema.opaque(), 0, **opening)
-        return Client(self.url, asked, token=self.token, options=options, transport=way)
+        return Client(self.url, asked, token=self.token, options=options, clock=clock, transport=way)
 
     @property
     def nvme_port(self) -> int:
@@ -99,6 +108,7 @@ def _nodes(directory: Path) -> Iterator[Callable[[Out], Node]]:
                 made[product] = Undefended(
                     directory / "undefended" / "data",
                     PYTHONPATH=ROOT,
+                    FOREBAY_SESSIONS_EXPIRY=f"{SESSION_MS}ms",
                     **{VARIABLE: str(switches.file)},
                 )
             made[product].switches = switches

@@ -164,7 +164,13 @@ def _by(port: int) -> TransportFactory:
 
 def _open(url: str, token: str, port: int, join: str, schema: str, options: dict[str, Any]) -> Client:
     opening = Opening("default/default", Schema.from_cbor(bytes.fromhex(schema)), 0, join=bytes.fromhex(join))
-    chosen = ClientOptions(deadline_ms=300_000, nvme_tcp=NvmeTcpOptions(connections=1, backoff_ms=(1, 1)), **options)
+    chosen = ClientOptions(
+        deadline_ms=300_000,
+        connect_ms=60_000,
+        attempt_ms=30_000,
+        nvme_tcp=NvmeTcpOptions(connections=1, backoff_ms=(1, 1)),
+        **options,
+    )
     way = _by(port)
     keep = Session._keep
     # nobody keeps the session, or opens another: what follows is tried with the rights that it had
@@ -221,7 +227,7 @@ def _main() -> None:
         elif verb == "open freely":
             url, token, port, namespace = words
             opening = Opening(namespace, Schema.opaque(), 0)
-            options = ClientOptions(deadline_ms=60_000)
+            options = ClientOptions(deadline_ms=60_000, connect_ms=60_000, attempt_ms=30_000)
             clients.append(Client(url, opening, token=token, options=options, transport=_by(port)))
             print("open", flush=True)
         elif verb == "race":

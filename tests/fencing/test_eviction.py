@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from forebay.client import Admin
 from tests.fencing.conftest import PRODUCT, Node, Out, got, out
 from tests.fencing.engine import Engine
 from tests.fencing.wire import COMMAND_BYTES, Wire
@@ -27,7 +26,7 @@ FRESH = b"\xbb" * 4096
 def full(node: Node) -> Iterator[str]:
     """A namespace of its own, with little room."""
     name = f"full/{os.urandom(4).hex()}"
-    with Admin(node.url, token=node.token) as admin:
+    with node.admin() as admin:
         admin.create_namespace(name, quota_bytes=BLOCKS * 4096)
         yield name
         admin.delete_namespace(name, force=True)

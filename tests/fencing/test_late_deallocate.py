@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from forebay.client import Admin, Client
+from forebay.client import Client
 from forebay.ids import Extent, VolumeId
 from tests.client.conftest import eventually
 from tests.fencing.conftest import ROOT, Node, Out, Undefended, got, out
@@ -41,7 +41,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
 def pair(small: Small) -> Iterator[tuple[Client, Client]]:
     """Clients of two namespaces."""
     names = [f"late/{os.urandom(4).hex()}" for _ in range(2)]
-    with Admin(small.url, token=small.token) as admin:
+    with small.admin() as admin:
         for name in names:
             admin.create_namespace(name)
         with small.client(namespace=names[0]) as one, small.client(namespace=names[1]) as two:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-from forebay.client import Admin, ClientOptions
+from forebay.client import ClientOptions
 from forebay.client import reader as reader_module
 from forebay.client.transports.base import Outcome, Transport
 from forebay.client.transports.controller import SubsystemAddress
@@ -77,7 +77,7 @@ def test_a_read(node: Node, wire: Wire, monkeypatch: pytest.MonkeyPatch, removed
 
     monkeypatch.setattr(reader_module, "verdict", judge)
     way, key = Way(wire), os.urandom(16)
-    options = ClientOptions(deadline_ms=60_000, lease_ttl_ms=200, nvme_tcp=OPTIONS.nvme_tcp)
+    options = replace(OPTIONS, lease_ttl_ms=200)
     with node.client_by(way, options=options) as reader, node.client() as other:
         assert reader.put([key], [STALE])[0].stored
         block = other.stat([key])[0].block
@@ -94,7 +94,7 @@ def test_a_read(node: Node, wire: Wire, monkeypatch: pytest.MonkeyPatch, removed
 
 
 def leases(node: Node) -> int:
-    with Admin(node.url, token=node.token) as admin:
+    with node.admin() as admin:
         return sum(session.leases for session in admin.list_sessions())
 
 
