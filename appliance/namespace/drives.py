@@ -71,6 +71,7 @@ class _Watched:
     errors: dict[VolumeId, VolumeErrors] = field(default_factory=dict)
     looking: Future[_Look] | None = None
     looking_since_ms: int = 0
+    closely: bool = False
     again_ms: int = 0
     wait_ms: int = _AGAIN_MS
     told: DriveState = DriveState.SERVING
@@ -347,13 +348,14 @@ class NodeDrives:
                 return None
             return _Look(DriveState.AWAY, f"{drive.path} does not answer")
         watched.looking = None
-        if asked is not None:
+        closely = drive.doubted or drive.state is not DriveState.SERVING
+        if asked is not None and (watched.closely or not closely):
             return asked.result()
+        # or it was begun before something failed, and says nothing of that
         if drive.state is DriveState.SERVING or now_ms >= watched.again_ms:
-            closely = drive.doubted or drive.state is not DriveState.SERVING
             paths = [Path(s.path) for s in self._e.space.specs.values() if self._drive_of(s.volume) == drive.name]
             identity = uuid.UUID(self._meta.drives[drive.name])
-            watched.looking_since_ms = now_ms
+            watched.looking_since_ms, watched.closely = now_ms, closely
             watched.looking = self._threads.submit(
                 _look_at, Path(drive.path), self._meta.node_id, identity, paths, closely
             )

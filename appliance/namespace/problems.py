@@ -38,7 +38,8 @@ def problems_of(engine: Engine) -> list[Problem]:
     for drive in drives:
         if drive.state is not DriveState.SERVING:
             what = "its blocks are misses until it is back" if drive.state is DriveState.AWAY else "it is only read"
-            found.append(Problem("drives", f"drive {drive.name}: {drive.reason}; {what}", affects))
+            where = "" if drive.path in drive.reason else f" ({drive.path})"
+            found.append(Problem("drives", f"drive {drive.name}{where}: {drive.reason}; {what}", affects))
     return found
 
 

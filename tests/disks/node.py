@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from forebay.client import Admin, Client, connect
+from forebay.client import Admin, Client, ClientOptions, connect
 from tests.disks.faults import Faults
 
 __all__ = ["FaultyNode", "eventually"]
@@ -82,7 +82,8 @@ class FaultyNode:
 
     def client(self, **options: Any) -> Client:
         """A client as the administrator."""
-        return connect(self.url, token=self.token, **options)
+        patient = ClientOptions(connect_ms=60_000)  # of a busy machine nothing is to be learnt here
+        return connect(self.url, token=self.token, options=patient, **options)
 
     def admin(self) -> Admin:
         """An administrator."""

@@ -16,6 +16,7 @@ from tests.disks.node import FaultyNode, eventually
 pytestmark = pytest.mark.compiler
 
 SIZE = 256 << 10
+_PATIENT_MS = 60_000
 BLOCKS = 320  # more than a region, so that both drives have some
 
 
@@ -29,7 +30,7 @@ class Stock:
     def put(self, name: str, count: int) -> Counter[str]:
         """Store blocks; the reasons, by how often."""
         fresh = {f"{name}{i}".encode(): os.urandom(SIZE) for i in range(count)}
-        results = self.client.put(list(fresh), list(fresh.values()))
+        results = self.client.put(list(fresh), list(fresh.values()), deadline_ms=_PATIENT_MS)
         for (key, value), result in zip(fresh.items(), results, strict=True):
             if result.stored:
                 self.values[key] = value
@@ -37,7 +38,7 @@ class Stock:
 
     def get(self) -> Counter[str]:
         """Read all that was acknowledged; the reasons. A hit has the bytes that were stored."""
-        results = self.client.get(list(self.values))
+        results = self.client.get(list(self.values), deadline_ms=_PATIENT_MS)
         for (key, value), result in zip(self.values.items(), results, strict=True):
             if result.hit:
                 assert result.value is not None and bytes(result.value) == value, key
