@@ -13,7 +13,7 @@ from forebay.client import ClientOptions
 from forebay.client import reader as reader_module
 from forebay.client.transports.base import Outcome, Transport
 from forebay.client.transports.controller import SubsystemAddress
-from forebay.clock import Clock
+from forebay.clock import Clock, SystemClock
 from forebay.ids import Extent, HostIdentity, VolumeId
 from tests.client.conftest import eventually
 from tests.fencing.conftest import OPTIONS, PAIR, PRODUCT, Node, Out, got, out, place, take, warm
@@ -77,8 +77,9 @@ def test_a_read(node: Node, wire: Wire, monkeypatch: pytest.MonkeyPatch, removed
 
     monkeypatch.setattr(reader_module, "verdict", judge)
     way, key = Way(wire), os.urandom(16)
-    options = replace(OPTIONS, lease_ttl_ms=200)
-    with node.client_by(way, options=options) as reader, node.client() as other:
+    lease_ms = 10_000 if removed else 3_000  # where time cannot be put forward it has to pass
+    options, clock = replace(OPTIONS, lease_ttl_ms=lease_ms), NodesClock(node)
+    with node.client_by(way, options=options, clock=clock) as reader, node.client() as other:
         assert reader.put([key], [STALE])[0].stored
         block = other.stat([key])[0].block
         assert block is not None
@@ -87,10 +88,22 @@ def test_a_read(node: Node, wire: Wire, monkeypatch: pytest.MonkeyPatch, removed
             reading = pool.submit(got, reader, key)
             way.lose(COMMAND_BYTES)
             assert other.delete([key]) == ["ok"]
+            if removed:
+                node.switches.pass_time(lease_ms)
             eventually(lambda: not leases(node), "the lease ends")
             take(other, Extent(VolumeId(block.volume), block.offset_bytes, 4096), FRESH)
             way.again()
             assert reading.result(60) == seen
+
+
+class NodesClock(SystemClock):
+    """The system's, put forward with the node's."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def monotonic_ms(self) -> int:
+        return super().monotonic_ms() + self.node.switches.ahead_ms
 
 
 def leases(node: Node) -> int:
