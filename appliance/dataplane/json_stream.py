@@ -25,6 +25,11 @@ class JsonStream:
         self._pending = bytearray()  # what came behind it and cannot have ended it
         self._decoder = json.JSONDecoder(parse_constant=_no_constant)
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether a value has begun that has not ended."""
+        return bool(self._pending or self._text)
+
     def feed(self, data: bytes) -> Iterator[Any]:
         """The values that ``data`` completes, one by one: iterate to the end.
 

@@ -14,8 +14,10 @@ import json
 import logging
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Semaphore, Thread
@@ -40,6 +42,10 @@ INTERNAL_ERROR: Final = -32603
 _MAX_REQUEST_BYTES: Final = 16 << 20
 _MAX_WAITING: Final = 64
 """Requests of one connection whose answers are outstanding."""
+_MAX_SESSIONS: Final = 32
+_UNFINISHED_S: Final = 30.0
+"""How long a request may take to come, and an answer to be taken."""
+_SAY_AGAIN_S: Final = 10.0
 _SLOW_S: Final = 1.0
 """What takes so long is logged."""
 
@@ -199,6 +205,11 @@ class _Session:
 
     def __init__(self, sock: socket.socket, methods: Mapping[str, Method]) -> None:
         self._sock = sock
+        limit = struct.pack("@ll", int(_UNFINISHED_S), int(_UNFINISHED_S % 1 * 1_000_000))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self.heard_s = time.monotonic()
+        """When something came last."""
         self._methods = methods
         self._sending = Lock()
         self._waiting = 0
@@ -207,10 +218,17 @@ class _Session:
     def run(self) -> None:
         """Read and answer until the peer closes."""
         stream = JsonStream(_MAX_REQUEST_BYTES)
+        began_s = time.monotonic()
         try:
-            while data := self._sock.recv(1 << 18):
+            while data := self._receive(stream):
+                self.heard_s = time.monotonic()
+                if not stream.unfinished:
+                    began_s = self.heard_s
                 for request in stream.feed(data):
                     self._request(request)
+                    began_s = time.monotonic()
+                if stream.unfinished and time.monotonic() - began_s > _UNFINISHED_S:
+                    raise ProtocolError(f"a request did not end within {_UNFINISHED_S:g} s")
         except ProtocolError as error:
             log.warning("control connection: %s", error.message)
             self._answer(None, error=RpcError(PARSE_ERROR, "Parse error"))
@@ -219,6 +237,20 @@ class _Session:
         finally:
             self._workers.close()
             self._sock.close()
+
+    def _receive(self, stream: JsonStream) -> bytes:
+        """What comes next, however long that takes between requests."""
+        while True:
+            try:
+                return self._sock.recv(1 << 18)
+            except BlockingIOError:
+                if stream.unfinished:
+                    raise ProtocolError(f"a request did not end within {_UNFINISHED_S:g} s") from None
+
+    def cut(self) -> None:
+        """End the connection, from any thread."""
+        with suppress(OSError):  # it may have ended by itself
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def _request(self, request: Any) -> None:
         if (
@@ -245,10 +277,16 @@ class _Session:
             self._waiting += 1
             busy = self._waiting > _MAX_WAITING
             self._waiting -= busy
+        if not busy:
+            try:
+                self._workers.start(lambda: self._call_waiting(ident, name, run))
+            except RuntimeError as error:
+                log.error("no thread for a control request: %s", error)
+                busy = True
+                with self._sending:
+                    self._waiting -= 1
         if busy:
             self._answer(ident, error=RpcError.of_errno(errno.EBUSY))
-        else:
-            self._workers.start(lambda: self._call_waiting(ident, name, run))
 
     def _call_waiting(self, ident: Any, name: str, run: Callable[[], Any]) -> None:
         try:
@@ -296,6 +334,7 @@ class _Session:
                 self._sock.sendall(json.dumps(body, separators=(",", ":")).encode())
         except OSError as failure:
             log.info("control connection: an answer was not taken: %s", failure)
+            self.cut()  # part of it may have gone: nothing that follows would be understood
 
 
 class RpcServer:
@@ -314,6 +353,8 @@ class RpcServer:
             os.umask(mask)
         self._sock.listen(64)
         self._closed = False
+        self._sessions: set[_Session] = set()
+        self._changing = Lock()
         self._thread = Thread(target=self._run, name="rpc", daemon=True)
 
     def start(self) -> None:
@@ -321,16 +362,40 @@ class RpcServer:
         self._thread.start()
 
     def _run(self) -> None:
+        said_s = -_SAY_AGAIN_S
         while True:
+            sock: socket.socket | None = None
             try:
                 sock, _ = self._sock.accept()
-            except OSError:
+                self._begin(_Session(sock, self._methods))
+            except (OSError, RuntimeError) as error:
                 if self._closed:
                     return
-                log.exception("accept on the control socket")
-                time.sleep(0.05)  # out of descriptors, most likely
-                continue
-            Thread(target=_Session(sock, self._methods).run, name="rpc session", daemon=True).start()
+                if sock is not None:
+                    sock.close()
+                if time.monotonic() - said_s >= _SAY_AGAIN_S:
+                    log.error("accept on the control socket: %s", error)
+                    said_s = time.monotonic()
+                time.sleep(0.05)  # out of descriptors or threads, most likely
+
+    def _begin(self, session: _Session) -> None:
+        """Serve a connection; where there are as many as there may be, that which was silent longest ends for it."""
+
+        def run() -> None:
+            try:
+                session.run()
+            finally:
+                with self._changing:
+                    self._sessions.discard(session)
+
+        with self._changing:
+            if len(self._sessions) >= _MAX_SESSIONS:
+                silent = min(self._sessions, key=lambda one: one.heard_s)
+                log.warning("more than %d control connections: the most silent one ends", _MAX_SESSIONS)
+                self._sessions.discard(silent)
+                silent.cut()
+            Thread(target=run, name="rpc session", daemon=True).start()
+            self._sessions.add(session)
 
     def close(self) -> None:
         """Stop listening and remove the socket."""
