@@ -8,6 +8,7 @@ tests run it from then on.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -106,7 +107,7 @@ def _unguided(name: str, seconds: int, seed: int) -> Result:
             harness(data)
         except Exception as error:  # whatever it is, it is the finding
             with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / f"crash-{abs(hash(data)):016x}"
+                path = Path(folder) / f"crash-{hashlib.sha1(data).hexdigest()}"
                 path.write_bytes(data)
                 print(f"{name}: {error!r}", file=sys.stderr)
                 failed = _kept(name, path)
