@@ -97,6 +97,10 @@ torch: $(DEV)
 vllm: $(DEV) ## install vLLM for CPUs (2.4 GB, some minutes), with which `make test` tests the connector too
 	@FOREBAY_CACHE='$(CACHE)' $(BIN)/python -m tests.envs vllm
 
+.PHONY: demo-vllm
+demo-vllm: vllm ## two vLLM engines, and a node that is killed between them
+	@FOREBAY_CACHE='$(CACHE)' $(BIN)/python -m tests.connectors.demo
+
 # Other stores that perf compares with. Without them those comparisons are skipped, and say so.
 .PHONY: peers
 peers: $(DEV) redis

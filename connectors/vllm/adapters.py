@@ -36,24 +36,27 @@ class Adapters:
     def digest(self, adapter: Any) -> bytes | None:
         """The content of a request's adapter (vLLM's `LoRARequest`), or None where it is not known.
 
-        It is not when its files have changed since the engine first used it, unless the request says that the engine
-        loads it again: then nobody can tell which of the two the engine computes with.
+        Once an adapter has had two contents in one engine it never is again: what the engine still has loaded may be
+        the one or the other, and its own cache, which goes by name and path, may hold blocks of both.
         """
         key = (int(adapter.lora_int_id), str(adapter.lora_path))
         with self._lock:
+            known = self._known.get(key)
+            if known is not None and known.digest is None:
+                return None
             try:
                 stamp = _stamp(Path(key[1]))
-                known = self._known.get(key)
-                if known is None or adapter.load_inplace:
-                    known = _Known(stamp, weights_digest(Path(key[1])))
-                elif known.digest is not None and known.stamp != stamp:
-                    _log.warning(
-                        "the files of adapter %s in %s have changed: its blocks are neither loaded nor stored until "
-                        "the engine starts anew, or loads it again with load_inplace",
-                        adapter.lora_name,
-                        key[1],
-                    )
-                    known = _Known(stamp, None)
+                if known is None or known.stamp != stamp or adapter.load_inplace:
+                    digest: bytes | None = weights_digest(Path(key[1]))
+                    if known is not None and known.digest != digest:
+                        _log.warning(
+                            "adapter %s in %s has changed: its blocks are neither loaded nor stored until the engine "
+                            "starts anew",
+                            adapter.lora_name,
+                            key[1],
+                        )
+                        digest = None
+                    known = _Known(stamp, digest)
             except (ForebayError, OSError) as e:
                 _log.warning("adapter %s: its blocks are neither loaded nor stored: %s", adapter.lora_name, e)
                 known = _Known((), None)

@@ -39,6 +39,8 @@ class BlockTensors:
         with torch.inference_mode():  # the engine's caches are tensors of that mode, and threads start outside of it
             for cache, rows, part in self._each(blocks, values):
                 cache[rows] = part.reshape(len(blocks), *cache.shape[1:]).to(cache.device)
+            if cache.device.type != "cpu":  # what follows is computed on another stream
+                torch.accelerator.current_stream(cache.device).synchronize()
 
     def _each(self, blocks: Sequence[int], values: Any) -> Iterator[tuple[Any, Any, Any]]:
         """Each layer: its cache, which of its rows, and its part of ``values``, ``[blocks, head groups, bytes]``."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from vllm import __version__ as vllm_version
+import vllm
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.model_executor.models.utils import extract_layer_index
@@ -51,10 +51,10 @@ def _shielded(default: Callable[[], Any]) -> Callable[[_F], _F]:
 
 
 def _check_version(settings: Settings) -> None:
-    if ".".join(vllm_version.split(".")[:2]) in TESTED_VERSIONS:
+    if ".".join(vllm.__version__.split(".")[:2]) in TESTED_VERSIONS:
         return
     message = (
-        f"vLLM {vllm_version} is not one of those that this release was tested with ({', '.join(TESTED_VERSIONS)})"
+        f"vLLM {vllm.__version__} is not one of those that this release was tested with ({', '.join(TESTED_VERSIONS)})"
     )
     if not settings.untested_engine:
         raise ConfigInvalid(
@@ -79,7 +79,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         _check_version(self._settings)
         check_supported(vllm_config, kv_cache_config)
         self._counters = Counters()
-        self._options = ClientOptions(client=f"vllm {vllm_version} {self._kv_transfer_config.engine_id}")
+        self._options = ClientOptions(client=f"vllm {vllm.__version__} {self._kv_transfer_config.engine_id}")
         self._failed_blocks: set[int] = set()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None

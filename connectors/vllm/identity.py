@@ -119,9 +119,12 @@ def _facts(config: Any) -> dict[str, object]:
     """What is done to the weights, in plain values."""
     model = config.model_config
     effective = {k: v for k, v in model.hf_config.to_dict().items() if k not in _NOT_OF_THE_MODEL}
+    text = json.dumps(effective, sort_keys=True, default=str)  # JSON, since it may hold types of its library
+    # vLLM takes the factors for long prompts, or those for short ones, by the longest that it was started for.
+    longest = model.max_model_len if '"longrope"' in text or '"su"' in text else 0
     return {
-        # By way of JSON, since a configuration may hold types of its library.
-        "config": json.dumps(effective, sort_keys=True, default=str),
+        "config": text,
+        "longest": longest,
         "dtype": str(model.dtype),
         "quantization": str(model.quantization or ""),
         "kv_cache_dtype": str(config.cache_config.cache_dtype),

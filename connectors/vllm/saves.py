@@ -119,9 +119,17 @@ class Saves:
             if saving.ranks_done < self._ranks:
                 continue
             self._end(number)
-            plan = saving.plan.result() if saving.failed and saving.plan is not None and saving.plan.done() else None
-            if plan is not None and client is not None:
-                self._calling.submit(client.abort, plan, deadline_ms=self._deadline_ms)
+            if saving.failed and saving.plan is not None and client is not None:
+                self._calling.submit(self._abort, client, saving.plan)
+
+    def _abort(self, client: Client, planned: Future[WritePlan | None]) -> None:
+        """In the thread that made the plan, and so after it. Raises nothing."""
+        try:
+            plan = planned.result()
+            if plan is not None:
+                client.abort(plan, deadline_ms=self._deadline_ms)
+        except Exception:  # the engine must live on; what is not given up expires
+            _log.exception("a save was not given up")
 
     def _end(self, number: int) -> None:
         self._keys.difference_update(self._saving.pop(number).save.keys)

@@ -1,12 +1,13 @@
 """A vLLM engine in a process of its own: `python -m tests.connectors.engine MODEL CONFIG`, where vLLM is installed.
 
-CONFIG is JSON: the engine's arguments, ``kv_transfer_config`` among them, and ``sizes`` for another model. Reads requests from
-standard input, a JSON object a line, and answers each with one on standard output; everything else goes to standard
-error. The model is a small Qwen2 with random weights, made when it is not there.
+CONFIG is JSON: the engine's arguments, ``kv_transfer_config`` among them, and ``sizes`` for another model. Reads
+requests from standard input, a JSON object a line, and answers each with one on standard output; everything else goes
+to standard error. The model is a small Qwen2 with random weights, made when it is not there.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -116,6 +117,43 @@ class Engine:
         client.delete(keys)
         results = client.put(keys, [b"\x11\x3e" * (block.length_bytes // 2) for block in listed])
         return {"stored": sum(result.stored for result in results)}
+
+    def refusals(self) -> dict[str, Any]:
+        """What the connector says to this engine's configuration with one thing changed, and to another version."""
+        import vllm
+
+        from forebay.connectors.vllm import connector
+        from forebay.connectors.vllm.identity import check_supported
+        from forebay.connectors.vllm.settings import Settings
+        from forebay.errors import ConfigInvalid
+
+        config = self.llm.llm_engine.vllm_config
+        kv_cache = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+        check_supported(config, kv_cache)
+        found: dict[str, Any] = {}
+        for part, name, value in (
+            ("cache_config", "prefix_caching_hash_algo", "sha256"),
+            ("cache_config", "enable_prefix_caching", False),
+            ("parallel_config", "pipeline_parallel_size", 2),
+            ("parallel_config", "decode_context_parallel_size", 2),
+            ("kv_transfer_config", "kv_role", "kv_consumer"),
+        ):
+            changed, inner = copy.copy(config), copy.copy(getattr(config, part))
+            object.__setattr__(inner, name, value)
+            object.__setattr__(changed, part, inner)
+            try:
+                check_supported(changed, kv_cache)
+            except ConfigInvalid as e:
+                found[name] = str(e)
+        real, vllm.__version__ = vllm.__version__, "0.99.1"
+        try:
+            connector._check_version(Settings(untested_engine=True))
+            connector._check_version(Settings())
+        except ConfigInvalid as e:
+            found["version"] = str(e)
+        finally:
+            vllm.__version__ = real
+        return found
 
     def metrics(self) -> dict[str, Any]:
         """External tokens asked for and hit, and the connector's own counters."""

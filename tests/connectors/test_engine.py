@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from forebay.client import Admin
 from tests.client.conftest import NodeProcess, eventually
 from tests.connectors.process import BLOCK, BLOCK_BYTES, BLOCKS, WHOLE, EngineProcess, prompt
 
@@ -28,7 +29,7 @@ SMALL = {"kv_cache_memory_bytes": 22 * BLOCK_BYTES, "max_model_len": 512, "max_n
 class Scene:
     """A node, what every prompt is answered with, and the second engine after the node was killed and restarted."""
 
-    SHARED, MIXED, SALTED, ROTTEN, LATE, GIVEN_UP, AWAY, FORGED = (prompt(seed) for seed in range(8))
+    SHARED, MIXED, SALTED, ROTTEN, LATE, GIVEN_UP, FULL, AWAY, FORGED, STALE = (prompt(seed) for seed in range(10))
     LONG = tuple(prompt(seed) for seed in range(10, 13))
 
     def __init__(self, directory: Path) -> None:
@@ -59,8 +60,10 @@ class Scene:
             self.ROTTEN,
             self.LATE,
             self.GIVEN_UP,
+            self.FULL,
             self.AWAY,
             self.FORGED,
+            self.STALE,
         ]
         computed = first.generate(*everything)
         self.long = first.generate(*self.LONG, max_tokens=LONG_ANSWER)["tokens"]
@@ -118,6 +121,18 @@ def test_an_engine_starts_and_works_while_the_node_is_away(scene: Scene) -> None
     assert scene.first_cached == [0] * len(scene.first_cached)
     warnings = [line for line in scene.first_log.splitlines() if "the engine goes on without it" in line]
     assert len(warnings) == 1 and "does not answer" in warnings[0], "one, and clear"
+
+
+def test_what_is_not_supported_is_refused_at_start_in_words(scene: Scene) -> None:
+    said = scene.engine.ask("refusals")
+    assert "--prefix-caching-hash-algo=sha256_cbor" in said.pop("prefix_caching_hash_algo")
+    assert "0.99.1" in said["version"] and "untested_engine" in said.pop("version")
+    assert {name: "does not support" in text for name, text in said.items()} == {
+        "enable_prefix_caching": True,
+        "pipeline_parallel_size": True,
+        "decode_context_parallel_size": True,
+        "kv_role": True,
+    }
 
 
 def test_a_fresh_process_gets_exactly_what_another_stored(scene: Scene) -> None:
@@ -234,10 +249,40 @@ def test_a_node_that_is_killed_is_computed_around(scene: Scene) -> None:
     eventually(lambda: scene.again(scene.AWAY) == WHOLE, "the node", 60)
 
 
+def test_a_node_without_room_stores_nothing_and_disturbs_nobody(scene: Scene) -> None:
+    with Admin(scene.node.url, token=scene.node.token) as admin:
+        admin.update_namespace("default/default", quota_bytes=4096, eviction="none")
+        try:
+            blocks = len(scene.engine.ask("blocks"))
+            assert scene.again(scene.FULL) == 0
+            eventually(lambda: _unstored(scene) > 0, "a refusal")
+            assert len(scene.engine.ask("blocks")) == blocks
+        finally:
+            admin.update_namespace("default/default", quota_bytes=0, eviction="lru")
+    scene.store(scene.FULL)
+    assert scene.again(scene.FULL) == WHOLE
+
+
+def _unstored(scene: Scene) -> float:
+    scene.engine.generate([1, 2, 3])  # counts come with the engine's steps
+    return scene.engine.count("forebay_unstored_blocks:quota_exceeded")
+
+
 def test_what_is_loaded_is_what_is_used(scene: Scene) -> None:
-    """Last: valid blocks of other bytes give other tokens, so the tests above compare what came from the node."""
+    """Valid blocks of other bytes give other tokens: the tests above compare what came from the node."""
     scene.store(scene.FORGED)
     assert scene.engine.ask("forge")["stored"] > BLOCKS
     scene.engine.ask("forget")
     answer = scene.engine.generate(scene.FORGED)
     assert answer["cached"] == [WHOLE] and answer["tokens"] != [scene.answer(scene.FORGED)]
+
+
+def test_a_generation_that_is_raised_ends_hits_at_once(scene: Scene) -> None:
+    """Last, since it cannot be lowered."""
+    scene.store(scene.STALE)
+    assert scene.again(scene.STALE) == WHOLE
+    stale = scene.engine.count("forebay_missed_blocks:stale_generation")
+    with Admin(scene.node.url, token=scene.node.token) as admin:
+        admin.update_namespace("default/default", min_generation=1)
+    assert scene.again(scene.STALE) == 0
+    assert scene.engine.count("forebay_missed_blocks:stale_generation") == stale + BLOCKS
