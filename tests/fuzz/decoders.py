@@ -41,6 +41,7 @@ from forebay.proto.columns import keys_from_proto, keys_to_proto
 from forebay.schema import Group, HashAlgorithm, Schema
 from tests.fuzz.source import Source
 from tests.fuzz.target import memory_dir
+from tests.fuzz.watch import Faults
 
 __all__ = ["changed", "run"]
 
@@ -230,5 +231,6 @@ def _checkpoints(source: Source) -> None:
 
 def run(data: bytes) -> None:
     """One decoder, one input."""
-    source = Source(data)
+    faults, source = Faults.install(), Source(data)
     source.pick([_records, _labels, _schemas, _plans, _keys, _nvme, _checkpoints])(source)
+    faults.check()
