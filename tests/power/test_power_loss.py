@@ -31,10 +31,10 @@ from tests.seeds import SEED
 
 pytestmark = pytest.mark.compiler
 
-_AT_POINT = 20 if LONG else 1
+_AT_POINT = 10 if LONG else 1
 _ANYWHERE = 400 if LONG else 12
 _MOST_TRIES = 60
-_AGAIN, _LATER = (20, 20) if LONG else (1, 2)
+_AGAIN, _LATER = (10, 10) if LONG else (1, 2)
 
 
 @pytest.fixture(scope="module")
