@@ -29,7 +29,7 @@ from tests.power.recorded import Cut, Recording, State
 from tests.power.scenario import POLICIES, SUBJECT
 from tests.seeds import SEED
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.timeout(3_600 if LONG else 120)]
 
 _AT_POINT = 10 if LONG else 1
 _ANYWHERE = 400 if LONG else 12

@@ -27,7 +27,7 @@ from tests.power.history import History
 from tests.power.recorded import Recording, State
 from tests.seeds import SEED
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.timeout(3_600 if LONG else 120)]
 
 POLICIES = {f"real/{policy.name.lower()}": policy for policy in Durability}
 SUBJECT = Subject(
