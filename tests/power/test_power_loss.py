@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 
 from forebay.crashpoints import POINTS
-from forebay.errors import ForebayError
 from tests.conftest import LONG
 from tests.counting import Count
 from tests.power.checking import check, data_ranges
@@ -110,7 +109,7 @@ def test_a_drive_that_lies_about_flushes_is_found_out(life: Recording, lies: str
     for state in life.lose(life.anywhere(_MOST_TRIES, random.Random(SEED)), honours):
         try:
             _hold(state)
-        except (AssertionError, ForebayError):
+        except Exception:  # a check that does not hold, a start that refuses, a file that is cut short
             return
     pytest.fail(f"{_MOST_TRIES} power losses with {lies} never flushed, and nobody noticed")
 
