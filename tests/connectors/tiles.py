@@ -1,0 +1,90 @@
+"""The copies between KV caches and values, byte by byte: `python -m tests.connectors.tiles`, where torch is installed.
+
+What `BlockTensors` makes of caches of several memory layouts is compared with a value that loops over tiles, layers and
+heads as docs/adr/0006-data-model.md has them. Prints how many cases were right; an assertion ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+
+from forebay.connectors.keys import tiled
+from forebay.connectors.vllm.blocks import BlockTensors
+from forebay.ranks import held_tiles
+from forebay.schema import Group
+
+BLOCKS, TOKENS = 7, 4
+ROWS = [5, 0, 3]
+
+
+def caches(layout: str, layers: int, heads: int, content: int, dtype: Any) -> list[Any]:
+    """Views ``[blocks, heads, tokens, content]`` of memory in that order, with random bytes."""
+    sizes = {"L": layers, "B": BLOCKS, "H": heads, "N": TOKENS, "C": content}
+    item_bytes = torch.empty(0, dtype=dtype).element_size()
+    shape = [sizes[axis] for axis in layout]
+    memory = torch.randint(0, 256, (*shape[:-1], shape[-1] * item_bytes), dtype=torch.uint8).view(dtype)
+    ordered = memory.permute(*(layout.index(axis) for axis in "LBHNC"))
+    return [ordered[layer] for layer in range(layers)]
+
+
+def expected(views: list[Any], group: Group, tiles: tuple[int, ...], block: int, first_head: int) -> bytes:
+    """A value as the data model describes it."""
+    out = b""
+    for tile in tiles:
+        head_group, layer_group = divmod(tile, group.layer_groups)
+        for layer in group.layer_range(layer_group):
+            for head in group.head_range(head_group):
+                rows = views[layer][block, head - first_head].contiguous()
+                out += bytes(rows.view(torch.uint8).flatten().tolist())
+    return out
+
+
+def cases() -> Iterator[tuple[str, Any, int, int, int]]:
+    for layout, dtype in product(("LBHNC", "LBNHC", "BLHNC", "LHBNC"), (torch.float32, torch.bfloat16, torch.uint8)):
+        for heads, most, layer_groups in ((1, 8, 1), (4, 4, 2), (6, 3, 1), (8, 8, 3)):
+            yield layout, dtype, heads, most, layer_groups
+
+
+def check(layout: str, dtype: Any, heads: int, most: int, layer_groups: int) -> int:
+    layers, content = 3, 6
+    item_bytes = torch.empty(0, dtype=dtype).element_size()
+    plain = Group("full", tuple(range(layers)), TOKENS, heads, content * item_bytes, str(dtype), "test")
+    group = tiled(plain, max_ranks=most, layer_groups=layer_groups)
+    whole = caches(layout, layers, heads, content, dtype)
+    done = 0
+    for ranks in range(1, most + 1):
+        if heads % ranks and ranks % heads:
+            continue
+        for rank in range(ranks):
+            mine = max(1, heads // ranks)
+            first = rank * heads // ranks
+            views = [view[:, first : first + mine] for view in whole]
+            tiles = held_tiles(group, rank, ranks)
+            tensors = BlockTensors(views, group, mine)
+            values = torch.empty((len(ROWS), tensors.value_bytes), dtype=torch.uint8)
+            tensors.gather(ROWS, values)
+            for row, block in enumerate(ROWS):
+                assert bytes(values[row].tolist()) == expected(views, group, tiles, block, first)
+            others = [view[:, first : first + mine] for view in caches(layout, layers, heads, content, dtype)]
+            before = [other.clone() for other in others]
+            BlockTensors(others, group, mine).scatter(ROWS, values)
+            for view, other, old in zip(views, others, before, strict=True):
+                for block in range(BLOCKS):
+                    want = view if block in ROWS else old
+                    same = other[block].contiguous().view(torch.uint8) == want[block].contiguous().view(torch.uint8)
+                    assert bool(same.all()), (layout, dtype, heads, ranks, rank, block)
+            done += 1
+    return done
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    print(sum(check(*case) for case in cases()))
+
+
+if __name__ == "__main__":
+    main()
