@@ -60,6 +60,8 @@ class Wire:
         self._target_port = target_port
         self._delay_s = delay_s
         self._random = random.Random(seed)
+        self._open = threading.Event()
+        self._open.set()
         self._changed = threading.Condition()
         self._lanes: dict[Way, list[_Lane]] = {"out": [], "back": []}
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -127,6 +129,14 @@ class Wire:
         """The initiator by this way: a `TransportFactory`."""
         return nvme_tcp(replace(subsystem, port=self.port), host, nguids, options, clock)
 
+    def bar(self) -> None:
+        """Whoever connects from now on waits, until `admit`."""
+        self._open.clear()
+
+    def admit(self) -> None:
+        """Those who wait get through."""
+        self._open.set()
+
     def _spawn(self, run: Callable[[], None]) -> None:
         thread = threading.Thread(target=run, daemon=True)
         self._threads.append(thread)
@@ -138,6 +148,7 @@ class Wire:
                 client, _ = self._listener.accept()
             except OSError:
                 return
+            self._open.wait()
             try:
                 target = socket.create_connection(("127.0.0.1", self._target_port))
             except OSError:
@@ -172,6 +183,7 @@ class Wire:
                 self._changed.notify_all()
 
     def close(self) -> None:
+        self.admit()
         self.cut()
         for sock in list(self._sockets):
             with suppress(OSError):

@@ -1,6 +1,6 @@
 # Runs in the guest. Each check prints its name, what it did, its exit status and the kernel's messages since the last one;
 # the tests of test_kernel.py read that. `ask WORD` has the other side do something, and waits until it is done.
-. /share/settings # RAW FENCED CLOSED PORT HOSTNQN HOSTID
+. /share/settings # RAW FENCED CLOSED PORT HOSTNQN HOSTID, and a port a target of `replayed`
 modprobe -a nvme-tcp
 T="-t tcp -a 10.0.2.2 -s $PORT"
 ME="-q $HOSTNQN -I $HOSTID"
@@ -130,8 +130,25 @@ keep_alive() {
   detach
 }
 
+replayed() { # replayed TARGET PORT: the connection breaks with a write on its way; before the next one the block is another's
+  detach
+  nvme connect -t tcp -a 10.0.2.2 -s "$2" -n "$FENCED" $ME -i 1 -c 1 -l 120 -k 60
+  until_ test -b /dev/nvme0n1
+  tr '\0' s < /dev/zero | head -c 4096 > /tmp/stale
+  ask "hold_$1"
+  dd if=/tmp/stale of=/dev/nvme0n1 bs=4k seek=8 count=1 oflag=direct & job=$!
+  ask "give_$1"
+  if wait $job; then echo written; else echo refused; fi
+  dd if=/dev/nvme0n1 bs=4k skip=8 count=1 iflag=direct 2> /dev/null | tr -s a-z; echo
+  detach
+}
+
+replayed_product() { replayed product "$PRODUCT"; }
+
+replayed_undefended() { replayed undefended "$UNDEFENDED"; }
+
 dmesg -c > /dev/null
 for name in discover several_queues fio_verify flush deallocate prints namespaces_come_and_go digests fenced wrong_host \
-  restart keep_alive; do
+  restart keep_alive replayed_product replayed_undefended; do
   check $name
 done

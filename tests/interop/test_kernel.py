@@ -17,6 +17,7 @@ from tests.appliance.target.conftest import eventually
 from tests.appliance.target.host import HOST_ID, HOST_NQN
 from tests.appliance.target.test_process import Process
 from tests.interop import guest
+from tests.interop.replay import Replay
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +122,10 @@ def serve(target: Target, share: Path, over: threading.Event) -> None:
                 (share / f"done.{name}").touch()
 
 
-def _settings(share: Path, port: int) -> None:
+def _settings(share: Path, port: int, **ports: int) -> None:
     """What the guest runs, and what it has to know."""
     values = {"RAW": RAW, "FENCED": FENCED, "CLOSED": CLOSED, "PORT": port, "HOSTNQN": HOST_NQN, "HOSTID": HOST_ID}
+    values |= ports
     (share / "settings").write_text("".join(f"{name}={value}\n" for name, value in values.items()))
     shutil.copy(Path(__file__).with_name("checks.sh"), share / "run.sh")
 
@@ -140,11 +142,14 @@ def checks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Check
     share = directory / "share"
     share.mkdir()
     target = Target(directory)
+    replays = {name: Replay(directory / name, FENCED, defended=name == "product") for name in ("product", "undefended")}
+    for name, replay in replays.items():
+        target.actions |= replay.actions(name)
     over = threading.Event()
     helper = threading.Thread(target=serve, args=(target, share, over), daemon=True)
     try:
         target.start()
-        _settings(share, target.port)
+        _settings(share, target.port, **{name.upper(): replay.wire.port for name, replay in replays.items()})
         helper.start()
         text = guest.boot(share, LIMIT_S)
     finally:
@@ -153,6 +158,8 @@ def checks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Check
             helper.join(60)
         print(target.log())  # shown if a test failed
         target.close()
+        for replay in replays.values():
+            replay.close()
     pattern = re.compile(r"^=== check (\w+)\n(.*?)^=== status (\d+)\n(.*?)^=== end$", re.DOTALL | re.MULTILINE)
     yield {name: Check(int(status), output, kernel) for name, output, status, kernel in pattern.findall(text)}
 
@@ -232,3 +239,14 @@ def test_the_kernel_is_told_why_a_write_was_refused(checks: dict[str, Check]) ->
     """Access Denied with DNR: it is not tried again (design §6.4)."""
     refused = re.findall(r"I/O Cmd\(0x1\) @ LBA (\d+), .*sct 0x2 / sc 0x86\) DNR", checks["fenced"].kernel)
     assert {int(lba) for lba in refused} == {48, 4096}
+
+
+@pytest.mark.parametrize(
+    ("name", "seen"), [("replayed_product", ["refused", "f"]), ("replayed_undefended", ["written", "s"])]
+)
+def test_a_write_that_is_sent_again_after_its_block_went_to_another(
+    checks: dict[str, Check], name: str, seen: list[str]
+) -> None:
+    """Linux repeats what was on its way when a connection broke: its grant is gone, or nothing asks for one."""
+    lines = [line for line in passed(checks, name).splitlines() if line in ("written", "refused", "f", "s")]
+    assert lines == seen

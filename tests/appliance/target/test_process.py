@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,17 @@ COMMAND = [sys.executable, "-m", "forebay.appliance.dataplane.target"]
 class Process:
     """A running target."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *options: str,
+        program: Sequence[str] = COMMAND,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.socket = directory / "t.sock"
         self.log = directory / "t.log"
-        command = [*COMMAND, "--socket", str(self.socket), "--log", str(self.log), *options]
-        self.process = subprocess.Popen(command, start_new_session=True)
+        command = [*program, "--socket", str(self.socket), "--log", str(self.log), *options]
+        self.process = subprocess.Popen(command, start_new_session=True, env={**os.environ, **(environment or {})})
         eventually(self._answers, "the target answers")
 
     def _answers(self) -> bool:
