@@ -63,6 +63,16 @@ class TransportLimits:
     queues_per_controller: int | None = None
 
 
+@dataclass(slots=True)
+class _Look:
+    """A subsystem as the target showed it, and as it was changed from here since."""
+
+    endpoint: EndpointInfo
+    hosts: set[str]
+    seen_by: dict[int, set[str]]
+    """NSID to the hosts that see it."""
+
+
 class EmbeddedTarget(Target):
     """The embedded target behind a control socket.
 
@@ -90,6 +100,7 @@ class EmbeddedTarget(Target):
         self._incarnation = 0
         self._number = 0
         self._capabilities: Capabilities | None = None  # of the process that answers now
+        self._looks: dict[str, _Look] = {}
         self._shape = asyncio.Lock()  # one change of subsystems at a time: each is a look followed by an act
 
     def subsystem_nqn(self, tenant: str) -> str:
@@ -138,6 +149,7 @@ class EmbeddedTarget(Target):
                     f"NSID {spec.nsid} of {nqn} is {namespace['bdev_name']}, not {spec.bdev}", field="nsid"
                 )
             self._volumes[spec.volume] = spec
+            self._looks.pop(nqn, None)
 
     async def remove_volume(self, spec: VolumeSpec) -> None:
         nqn = self.subsystem_nqn(spec.tenant)
@@ -148,10 +160,13 @@ class EmbeddedTarget(Target):
             with suppress(NotFound):
                 await self._rpc.call("bdev_aio_delete", {"name": spec.bdev})
             self._volumes.pop(spec.volume, None)
+            self._looks.pop(nqn, None)
             await self._drop_if_empty(nqn)
 
     async def endpoint(self, tenant: str) -> EndpointInfo:
         nqn = self.subsystem_nqn(tenant)
+        if (known := self._looks.get(nqn)) is not None:
+            return known.endpoint
         subsystem = await self._subsystem(nqn)
         listener = _listener(subsystem, self._address) if subsystem is not None else None
         if listener is None:
@@ -162,29 +177,79 @@ class EmbeddedTarget(Target):
     async def add_host(self, tenant: str, host: HostIdentity, volumes: Sequence[VolumeSpec]) -> None:
         nqn = self.subsystem_nqn(tenant)
         visible = {spec.nsid for spec in volumes}
-        async with self._shape:
-            subsystem = await self._ensure_subsystem(tenant)
-            if host.nqn not in _hosts(subsystem):
+
+        async def admit() -> None:
+            look = self._looks.get(nqn) or self._seen(nqn, await self._ensure_subsystem(tenant))
+            if host.nqn not in look.hosts:
                 await self._rpc.call("nvmf_subsystem_add_host", {"nqn": nqn, "host": host.nqn})
-            for namespace in subsystem["namespaces"]:
-                nsid = namespace["nsid"]
-                if (host.nqn in _hosts(namespace)) != (nsid in visible):
-                    method = "nvmf_ns_add_host" if nsid in visible else "nvmf_ns_remove_host"
-                    await self._rpc.call(method, {"nqn": nqn, "nsid": nsid, "host": host.nqn})
-                visible.discard(nsid)
-            if visible:
-                error = NotFound(f"{nqn} has no NSID {min(visible)}: add its volume first", field="volumes")
+                look.hosts.add(host.nqn)
+            for nsid, seen_by in look.seen_by.items():
+                values = {"nqn": nqn, "nsid": nsid, "host": host.nqn}
+                if nsid in visible and host.nqn not in seen_by:
+                    await self._rpc.call("nvmf_ns_add_host", values)
+                    seen_by.add(host.nqn)
+                elif nsid not in visible and host.nqn in seen_by:
+                    await self._rpc.call("nvmf_ns_remove_host", values)
+                    seen_by.discard(host.nqn)
+            if missing := visible - look.seen_by.keys():
+                error = NotFound(f"{nqn} has no NSID {min(missing)}: add its volume first", field="volumes")
                 raise self._missing(error, volumes)
+
+        async with self._shape:
+            await self._by_look(nqn, admit)
 
     async def remove_host(self, tenant: str, host: HostIdentity, volumes: Sequence[VolumeSpec]) -> None:
         nqn = self.subsystem_nqn(tenant)
-        async with self._shape:
-            subsystem = await self._subsystem(nqn)
+
+        async def expel() -> None:
+            look = self._looks.get(nqn)
+            if look is None and (subsystem := await self._subsystem(nqn)) is not None:
+                look = self._seen(nqn, subsystem)
             # First the right to come back, then the connections: in the other order it could return in between.
-            if subsystem is not None:
-                await self._remove_host(nqn, subsystem, host.nqn)
+            if look is not None:
+                if host.nqn in look.hosts:
+                    await self._rpc.call("nvmf_subsystem_remove_host", {"nqn": nqn, "host": host.nqn})
+                    look.hosts.discard(host.nqn)
+                for nsid, seen_by in look.seen_by.items():
+                    if host.nqn in seen_by:
+                        await self._rpc.call("nvmf_ns_remove_host", {"nqn": nqn, "nsid": nsid, "host": host.nqn})
+                        seen_by.discard(host.nqn)
             await self.teardown_host(host)
-            await self._drop_if_empty(nqn)
+            if look is None or not (look.hosts or look.seen_by):
+                await self._drop_if_empty(nqn)
+
+        async with self._shape:
+            await self._by_look(nqn, expel)
+
+    async def _by_look(self, nqn: str, act: Callable[[], Awaitable[None]]) -> None:
+        """Act by what is known of a subsystem, and once more by a fresh look if that fails: it may be another target's.
+
+        Nobody else changes subsystems, and a look costs by the number of hosts: with one for each host that comes and
+        each heartbeat, thousands of sessions would do nothing else.
+        """
+        if nqn in self._looks:
+            try:
+                return await act()
+            except Unavailable:  # whether it was done, nobody knows
+                self._looks.pop(nqn, None)
+                raise
+            except ForebayError:
+                self._looks.pop(nqn, None)
+        try:
+            await act()
+        except ForebayError:
+            self._looks.pop(nqn, None)
+            raise
+
+    def _seen(self, nqn: str, subsystem: dict[str, Any]) -> _Look:
+        """Keep what the target showed; not if it does not listen where it should."""
+        look = _Look(EndpointInfo("", "", 0, nqn), _hosts(subsystem), {})
+        look.seen_by = {one["nsid"]: _hosts(one) for one in subsystem["namespaces"]}
+        listener = _listener(subsystem, self._address)
+        if listener is not None:
+            look.endpoint = EndpointInfo(TRANSPORT.lower(), listener["traddr"], int(listener["trsvcid"]), nqn)
+            self._looks[nqn] = look
+        return look
 
     async def reconcile(self, volumes: Sequence[VolumeSpec], hosts: Sequence[HostView]) -> list[str]:
         self._capabilities = None  # a target that has to be told everything may be another one
@@ -192,6 +257,7 @@ class EmbeddedTarget(Target):
         wanted = {(self.subsystem_nqn(spec.tenant), spec.nsid): spec for spec in volumes}
         views = {(self.subsystem_nqn(view.tenant), view.host.nqn): view for view in hosts}
         async with self._shape:
+            self._looks.clear()
             reported = [one for one in await self._rpc.call("nvmf_get_subsystems") if "namespaces" in one]
             mine = f"{NQN_PREFIX}:{self._node}:"
             subsystems = {one["nqn"]: one for one in reported if one["nqn"].startswith(mine)}
@@ -329,8 +395,11 @@ class EmbeddedTarget(Target):
         return error
 
     async def _order(self) -> list[int] | None:
-        """So that the target does not carry out late what we gave up, or what an earlier daemon asked for."""
-        if not (await self._able()).ordered:
+        """So that the target does not carry out late what we gave up, or what an earlier daemon asked for.
+
+        None for a target that knows no order, and from a driver that never took the target over.
+        """
+        if not self._incarnation or not (await self._able()).ordered:
             return None
         self._number += 1
         return [self._incarnation, self._number]
