@@ -23,7 +23,6 @@ from forebay.nvmetcp import pdu, spec
 from forebay.nvmetcp.command import Command
 from forebay.nvmetcp.connection import Connection
 from forebay.nvmetcp.events import CommandReceived, DataChunk, DataEnd, Event, ICReqReceived
-from forebay.nvmetcp.pdu import PduError
 from forebay.nvmetcp.spec import DNR, AdminOpcode, CnsValue, FabricsType, FatalError, IoOpcode, Property, Status
 from forebay.nvmetcp.states import Role
 from tests.fuzz.damage import damaged, framed
@@ -66,7 +65,7 @@ class _Link:
         )
 
     def feed(self, data: bytes) -> bytes:
-        """What to answer to this. Raises `PduError` where the initiator itself breaks the protocol, or was led to."""
+        """What to answer to this. Raises what the codec does of a peer that breaks the protocol, or was led to."""
         out = bytearray()
         for event in self.codec.receive_data(data):
             for piece in self._answer(event):
@@ -239,6 +238,7 @@ class _Liar:
         self.digests = 0
         self.lied = False
         self.silence = False
+        self.broken = ""
         self.open: dict[int, _Link] = {}
         self._poller = select.poll()
         self._poller.register(self._listener, select.POLLIN)
@@ -277,10 +277,11 @@ class _Liar:
                 if not link.lied or (self.silence and not link.silent):
                     link.silent = link.lied
                     return
-        except PduError as error:
-            assert link.lied, f"the initiator broke the protocol: {error}"
         except OSError:
             pass
+        except Exception as error:  # of the codec, which a lie may have led astray, as it did the initiator
+            if not link.lied:
+                self.broken = f"the initiator broke the protocol: {error!r}"
         self._poller.unregister(fd)
         del self.open[fd]
         link.sock.close()
@@ -328,6 +329,7 @@ def run(data: bytes) -> None:
     settled(lambda: not liar.open, "the connections of a closed transport are gone")
     settled(lambda: threading.active_count() <= threads, "its threads are gone")
     faults.check()
+    assert not liar.broken, liar.broken
     for arena in arenas:
         assert arena == _CLEAN, "bytes came to a buffer after its call had returned"
 
