@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -41,6 +41,21 @@ class Doors:
         return PRINCIPAL
 
 
+class Spans:
+    """A tracer that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.ends: list[int] = []
+
+    def call(self, name: str, headers: Mapping[str, Any]) -> Spans:
+        self.calls.append((name, headers.get("traceparent", "")))
+        return self
+
+    def end(self, code: int, principal: str) -> None:
+        self.ends.append(code)
+
+
 class Server:
     """Two methods: Match answers at once how many keys it was asked for, Commit when the test says so."""
 
@@ -52,7 +67,8 @@ class Server:
         self.ended: list[bytes] = []
         self.undone: list[bytes] = []
         self.ids: list[str] = []
-        calls = Calls(self.doors, Counter(), self.accounts)  # type: ignore[arg-type]
+        self.spans = Spans()
+        calls = Calls(self.doors, Counter(), self.accounts, self.spans)  # type: ignore[arg-type]
         self.server = ControlServer(calls, self, _Nothing(), 64 << 20)  # type: ignore[arg-type]
 
     def methods(self) -> list[Method[Any, Any]]:
@@ -167,13 +183,15 @@ def test_answers_come_as_they_are_ready() -> None:
 
 def test_each_message_is_counted_and_named_as_a_call() -> None:
     async def test(server: Server, client: Client) -> None:
-        await client.match(1, request_id="mine")
+        await client.match(1, request_id="mine", traceparent="theirs")
         await client.match(2)
         await client.send(3, "Match", pb.MatchRequest(context=pb.Context(request_id="inner")), request_id="outer")
         for _ in range(3):
             await client.read()
         assert [server.ids[0], server.ids[2]] == ["mine", "inner"] and server.ids[1] not in ("", "mine")
         assert server.accounts.of("grpc", "Match").outcomes == {OK: 3}
+        assert server.spans.calls == [("grpc Calls", ""), ("grpc Match", "theirs"), *[("grpc Match", "")] * 2]
+        assert server.spans.ends == [OK] * 3
         assert server.accounts.of("grpc", "Calls").in_flight == 1
 
     run(test)
