@@ -319,7 +319,11 @@ class Writes:
         for write in writes:
             groups.setdefault((write.policy, cast(Extent, write.extent).volume), []).append(write)
         # a volume that fails takes only its own blocks
-        await asyncio.gather(*(self._finish_commit(policy, group) for (policy, _), group in groups.items()))
+        commits = [self._finish_commit(policy, group) for (policy, _), group in groups.items()]
+        if len(commits) == 1:  # nearly always, and then no task is needed
+            await commits[0]
+        else:
+            await asyncio.gather(*commits)
 
     async def _finish_commit(self, policy: Durability, group: list[PendingWrite]) -> None:
         try:
@@ -587,6 +591,8 @@ class _SharedSeal:
         """Seal these with those of others; raises what the target raised, for all of them."""
         self._grants += grants
         if self._next is None:
+            if not self._lock.locked():
+                return await self._locked()
             self._next = asyncio.ensure_future(self._locked())
         return await asyncio.shield(self._next)
 

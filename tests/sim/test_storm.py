@@ -206,6 +206,11 @@ class Storm:
         target.heal()
         target.restart()
         await node.replay()
+        drives = node.engine.space.drives.values()
+        while not all(drive.writable for drive in drives):  # one that failed is looked at, by a thread
+            await node.drives.look()
+            self.rig.clock.advance(1_000)
+            await asyncio.sleep(0.001)
         for _ in range(3):
             self.rig.clock.advance(31_000)
             for session in node.sessions:
