@@ -5,21 +5,30 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import vllm
 from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from forebay.client import ClientOptions
 from forebay.clock import SystemClock
-from forebay.connectors.vllm.counters import ConnectorStats, Counters, PrometheusMetrics
+from forebay.connectors.vllm.counters import Counters
 from forebay.connectors.vllm.identity import check_supported, schema_of
 from forebay.connectors.vllm.messages import StepWork, WorkerFacts, WorkerReport
 from forebay.connectors.vllm.scheduler import SchedulerHalf
 from forebay.connectors.vllm.settings import Settings
+from forebay.connectors.vllm.stats import ConnectorStats, PrometheusMetrics
 from forebay.connectors.vllm.worker import WorkerHalf
 from forebay.errors import ConfigInvalid
 
@@ -29,6 +38,27 @@ _log = logging.getLogger("vllm.forebay")
 
 TESTED_VERSIONS = ("0.32",)
 """Minor versions of vLLM that this release was tested with. The interface changes between them."""
+
+
+@dataclass(frozen=True)
+class _Facts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    facts: WorkerFacts
+
+
+@dataclass(frozen=True)
+class _Work(KVConnectorMetadata):  # type: ignore[misc]
+    work: StepWork
+
+
+@dataclass
+class _Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    report: WorkerReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> _Report:
+        assert isinstance(other, _Report)
+        self.report.add(other.report)
+        return self
+
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -79,7 +109,9 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         _check_version(self._settings)
         check_supported(vllm_config, kv_cache_config)
         self._counters = Counters()
-        self._options = ClientOptions(client=f"vllm {vllm.__version__} {self._kv_transfer_config.engine_id}")
+        name = f"vllm {vllm.__version__} {self._kv_transfer_config.engine_id}"
+        # All calls are made by threads, with deadlines of their own: they can wait for a node that is slow to reach.
+        self._options = ClientOptions(client=name, attempt_ms=2_000)
         self._failed_blocks: set[int] = set()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -134,12 +166,13 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ),
         )
 
-    def get_handshake_metadata(self) -> WorkerFacts | None:
-        return None if self._worker is None else self._worker.facts
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        facts = None if self._worker is None else self._worker.facts
+        return None if facts is None else _Facts(facts)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         assert self._scheduler is not None
-        facts = set(metadata.values())
+        facts = {each.facts for each in metadata.values()}
         if len(facts) != 1:
             raise ConfigInvalid(f"the ranks hold different things: {facts}", field="tensor_parallel_size")
         if self._settings.mode == "off" and not self._settings.mode_file:
@@ -167,15 +200,15 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepWork:
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         assert self._scheduler is not None
-        return self._scheduler.step(scheduler_output)
+        return _Work(self._scheduler.step(scheduler_output))
 
     @_shielded(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduler is not None
-        report = connector_output.kv_connector_worker_meta
-        assert report is None or isinstance(report, WorkerReport)
+        meta = connector_output.kv_connector_worker_meta
+        report = meta.report if isinstance(meta, _Report) else WorkerReport()
         received = set(connector_output.finished_recving or ())
         self._scheduler.heard(report, received, connector_output.invalid_block_ids)
 
@@ -201,9 +234,9 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def _work(self) -> StepWork:
-        work = self._get_connector_metadata()
-        assert isinstance(work, StepWork)
-        return work
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, _Work)
+        return metadata.work
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         assert self._worker is not None
@@ -230,16 +263,18 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return failed
 
     @_shielded(lambda: None)
-    def build_connector_worker_meta(self) -> WorkerReport | None:
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         assert self._worker is not None
-        return self._worker.report()
+        report = self._worker.report()
+        return None if report.empty else _Report(report)
 
     # --- both -------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         if self._scheduler is not None:  # vLLM asks here once a step, when its output is there
             self._scheduler.stepped()
-        return self._counters.take()
+        counts = self._counters.take()
+        return ConnectorStats(data=counts) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:

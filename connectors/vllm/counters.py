@@ -1,16 +1,11 @@
-"""What the connector counts, for vLLM's log and its Prometheus endpoint."""
+"""What the connector counts."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections import defaultdict
 
-from prometheus_client import Counter as PrometheusCounter
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-
-__all__ = ["METRICS", "ConnectorStats", "Counters", "PrometheusMetrics"]
+__all__ = ["METRICS", "Counters"]
 
 METRICS = {
     "hit_blocks": "KV blocks that requests asked for and the node has.",
@@ -39,60 +34,16 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
+        self._counts: defaultdict[str, float] = defaultdict(float)
 
     def add(self, name: str, count: float = 1, reason: str = "") -> None:
         """Count, under a reason if there is one."""
         with self._lock:
-            self._counts[f"{name}:{reason}" if reason else name] += count  # type: ignore[assignment]
+            self._counts[f"{name}:{reason}" if reason else name] += count
 
-    def take(self) -> ConnectorStats | None:
-        """What was counted since the last call, or None."""
+    def take(self) -> dict[str, float]:
+        """What was counted since the last call, by name or ``name:reason``."""
         with self._lock:
-            if not self._counts:
-                return None
-            taken, self._counts = dict(self._counts), Counter()
-        return ConnectorStats(data=taken)
-
-
-class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts by name, or by ``name:reason``."""
-
-    data: dict[str, int | float]
-
-    def reset(self) -> None:
-        self.data = {}
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for name, count in other.data.items():
-            self.data[name] = self.data.get(name, 0) + count
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        return {name: round(count, 6) for name, count in sorted(self.data.items())}
-
-    def is_empty(self) -> bool:
-        return not self.data
-
-
-class PrometheusMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same as Prometheus counters ``vllm:forebay_…``, with the engine's labels and ``reason``."""
-
-    def __init__(
-        self,
-        config: Any,
-        metric_types: Mapping[Any, Any],
-        labels: list[str],
-        values_by_engine: dict[int, list[object]],
-    ) -> None:
-        super().__init__(config, metric_types, labels, values_by_engine)
-        make = metric_types[PrometheusCounter]
-        self._counters = {
-            name: make(name=f"vllm:forebay_{name}", documentation=meaning, labelnames=[*labels, "reason"])
-            for name, meaning in METRICS.items()
-        }
-
-    def observe(self, data: dict[str, Any], engine_idx: int = 0) -> None:
-        for key, count in data.items():
-            name, _, reason = key.partition(":")
-            self._counters[name].labels(*self.per_engine_labelvalues[engine_idx], reason).inc(count)
+            taken = dict(self._counts)
+            self._counts.clear()
+        return taken

@@ -1,4 +1,4 @@
-"""What the two halves of the connector tell each other: vLLM carries these between its scheduler and its workers.
+"""What the two halves of the connector tell each other; vLLM carries it between its scheduler and its workers.
 
 The scheduler's half sends `StepWork` with every step. A worker tells what it holds once (`WorkerFacts`), and what has
 happened since with the output of a step (`WorkerReport`).
@@ -8,17 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
-
 __all__ = ["Load", "Save", "SessionOffer", "StepWork", "WorkerFacts", "WorkerReport"]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class WorkerFacts:
     """What a worker holds of a block: whole layers, of some heads.
 
     ``layers`` are the model's layer numbers, ``heads`` how many KV heads are here, ``bytes_per_head`` K and V of one
@@ -62,7 +56,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class StepWork(KVConnectorMetadata):  # type: ignore[misc]
+class StepWork:
     """What the workers are to do with this step; all of them the same.
 
     ``plans`` are what several ranks write earlier saves by, by their numbers; ``dropped`` saves have none. ``idle``
@@ -78,7 +72,7 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass(slots=True)
-class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class WorkerReport:
     """What happened at the workers since their last report; vLLM adds up those of one step.
 
     ``joined`` is, by rank, the number of the session that it has joined and its NVMe host there; ``saved`` how many
@@ -91,16 +85,14 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     failed: set[int] = field(default_factory=set)
     loaded: dict[str, float] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """This report and another worker's."""
-        assert isinstance(other, WorkerReport)
+    def add(self, other: WorkerReport) -> None:
+        """Take in another worker's report."""
         self.joined |= other.joined
         for number, ranks in other.saved.items():
             self.saved[number] = self.saved.get(number, 0) + ranks
         self.failed |= other.failed
         for request, seconds in other.loaded.items():
             self.loaded[request] = max(seconds, self.loaded.get(request, 0))
-        return self
 
     @property
     def empty(self) -> bool:

@@ -256,20 +256,17 @@ class SchedulerHalf:
 
     # --- what workers tell ------------------------------------------------------------------------------------------
 
-    def heard(self, report: WorkerReport | None, received: set[str], failed_blocks: set[int]) -> None:
+    def heard(self, report: WorkerReport, received: set[str], failed_blocks: set[int]) -> None:
         """What happened at the workers in a step: ``received`` are requests whose load has ended, well or not."""
         for ident in received:
             tracked = self._requests.get(ident)
             if tracked is None:
                 continue
             failed = bool(failed_blocks.intersection(tracked.loading))
-            seconds = None if report is None else report.loaded.get(ident)
-            self._guard.ended(ident, None if failed else seconds)
+            self._guard.ended(ident, None if failed else report.loaded.get(ident))
             if failed:
                 tracked.lost()
             tracked.loading = ()
-        if report is None:
-            return
         for rank, (number, host) in report.joined.items():
             if self._offer is not None and number == self._offer.number:
                 self._saves.hosts[rank] = host

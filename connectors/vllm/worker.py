@@ -177,8 +177,8 @@ class WorkerHalf:
             failed, self._failed_blocks = self._failed_blocks, set()
         return received, failed
 
-    def report(self) -> WorkerReport | None:
-        """What the scheduler's half should know, if there is anything."""
+    def report(self) -> WorkerReport:
+        """What the scheduler's half should know."""
         client = None if self._link is None else self._link.client
         with self._happened:
             report, self._report = self._report, WorkerReport()
@@ -186,7 +186,7 @@ class WorkerHalf:
             joined = (self._offer.number, client.host_nqn)
             if joined != self._told:
                 self._told = report.joined[self._rank] = joined
-        return None if report.empty else report
+        return report
 
     # --- in threads -------------------------------------------------------------------------------------------------
 

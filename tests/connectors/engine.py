@@ -98,6 +98,24 @@ class Engine:
         """Drop the engine's own prefix cache."""
         return {"dropped": self.llm.reset_prefix_cache()}
 
+    def connected(self) -> dict[str, Any]:
+        """Whether both halves have reached the node: the worker's is told with the first step."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self.generate([[1, 2, 3]], max_tokens=1)
+        halves = (
+            get_kv_transfer_group()._worker,
+            self.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler,
+        )
+        return {"both": all(half._link is not None and half._link.client is not None for half in halves)}
+
+    def settle(self) -> dict[str, Any]:
+        """Wait until everything that was to be saved so far has been, or could not be."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        get_kv_transfer_group()._worker._storing.submit(lambda: None).result()
+        return {}
+
     def blocks(self) -> dict[str, Any]:
         """Where each block that the engine's namespace has lies: volume and offset, by key."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group

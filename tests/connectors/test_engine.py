@@ -19,7 +19,7 @@ from forebay.client import Admin
 from tests.client.conftest import NodeProcess, eventually
 from tests.connectors.process import BLOCK, BLOCK_BYTES, BLOCKS, WHOLE, EngineProcess, prompt
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 LONG_ANSWER = 100
 LOAD_TIMEOUT_MS = 3_000
@@ -44,8 +44,13 @@ class Scene:
             self.node.kill()
             self.node.start()
             self.mode_file = directory / "mode"
-            settings = {"load_timeout_ms": LOAD_TIMEOUT_MS, "mode_file": str(self.mode_file)}
+            settings = {
+                "load_timeout_ms": LOAD_TIMEOUT_MS,
+                "probe_timeout_ms": 30_000,
+                "mode_file": str(self.mode_file),
+            }
             self.engine = EngineProcess(self.node, self.model, directory / "second.log", extra=settings, **SMALL)
+            eventually(lambda: self.engine.ask("connected")["both"], "the second engine's session", 60)
         except BaseException:
             first.kill()
             self.node.stop()
@@ -104,9 +109,11 @@ class Scene:
 
     def store(self, prompt: list[int], **request: Any) -> None:
         """Generate, and wait until all blocks are stored."""
+        self.engine.ask("settle")
         before = len(self.engine.ask("blocks"))
         assert self.again(prompt, **request) == 0
-        eventually(lambda: len(self.engine.ask("blocks")) == before + BLOCKS, "the blocks")
+        self.engine.ask("settle")
+        assert len(self.engine.ask("blocks")) == before + BLOCKS
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +207,7 @@ def test_requests_that_are_preempted_answer_the_same(scene: Scene) -> None:
 
 
 def test_a_block_that_rotted_is_computed_and_stored_again(scene: Scene) -> None:
+    scene.engine.ask("settle")
     old = scene.engine.ask("blocks")
     scene.store(scene.ROTTEN)
     (volume, offset_bytes), *_ = [place for key, place in scene.engine.ask("blocks").items() if key not in old]
@@ -253,6 +261,7 @@ def test_a_node_without_room_stores_nothing_and_disturbs_nobody(scene: Scene) ->
     with Admin(scene.node.url, token=scene.node.token) as admin:
         admin.update_namespace("default/default", quota_bytes=4096, eviction="none")
         try:
+            scene.engine.ask("settle")
             blocks = len(scene.engine.ask("blocks"))
             assert scene.again(scene.FULL) == 0
             eventually(lambda: _unstored(scene) > 0, "a refusal")

@@ -10,7 +10,7 @@ import pytest
 from tests.client.conftest import NodeProcess, eventually
 from tests.connectors.process import BLOCKS, WHOLE, EngineProcess, prompt
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(1800)]
 
 ONE, TWO = prompt(1), prompt(2)
 TINY = [1, 2, 3]

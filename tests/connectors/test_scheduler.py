@@ -1,0 +1,361 @@
+"""The scheduler's half against a real node: what it tells an engine to load and to save, without an engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, TypeVar
+
+import pytest
+
+from forebay.client import Client, ClientOptions, WritePlan
+from forebay.clock import SystemClock
+from forebay.connectors.keys import STABLE_HASH, tiled
+from forebay.connectors.vllm.counters import Counters
+from forebay.connectors.vllm.messages import StepWork, WorkerReport
+from forebay.connectors.vllm.scheduler import SchedulerHalf
+from forebay.connectors.vllm.settings import Settings
+from forebay.ranks import held_tiles
+from forebay.schema import Group, HashAlgorithm, Schema
+from tests.client.conftest import NodeProcess, eventually
+
+BLOCK = 16
+GROUP = tiled(Group("full", (0, 1), BLOCK, 2, 64, "float32", "test"), max_ranks=2)
+VALUE = bytes(range(256)) * (GROUP.layout().value_bytes // 256)
+BLOCKS = 5
+
+
+@dataclass
+class Request:
+    """As much of vLLM's `Request` as the connector looks at. A prompt of whole blocks and seven tokens."""
+
+    request_id: str
+    block_hashes: list[bytes]
+    num_prompt_tokens: int = BLOCKS * BLOCK + 7
+    num_tokens: int = BLOCKS * BLOCK + 7
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    mm_features: tuple[Any, ...] = ()
+    prompt_embeds: Any = None
+    lora_request: Any = None
+    cache_salt: str | None = None
+
+
+@dataclass
+class Output:
+    """As much of vLLM's `SchedulerOutput`."""
+
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+    @property
+    def kv_connector_block_state(self) -> Output:
+        return self
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return (list(range(100, 100 + BLOCKS + 5)),)
+
+
+@dataclass
+class Adapter:
+    """As vLLM's `LoRARequest`."""
+
+    lora_path: str = "/nowhere"
+    lora_int_id: int = 1
+    lora_name: str = "adapter"
+    load_inplace: bool = False
+
+
+def hashes(text: str, count: int = BLOCKS) -> list[bytes]:
+    return [sha256(f"{text} {i}".encode()).digest() for i in range(count)]
+
+
+class Bench:
+    """A half, and a schema of its own so that it finds only what its test stored."""
+
+    def __init__(self, node: NodeProcess, name: str, *, ranks: int = 1, **settings: Any) -> None:
+        self.node = node
+        self.schema = Schema("vllm", sha256(name.encode()).digest(), HashAlgorithm(STABLE_HASH, BLOCK), (GROUP,))
+        self.counters = Counters()
+        self.counts: dict[str, float] = {}
+        config = {"url": node.url, "token_file": str(node.data / "admin.token"), "guard": False, **settings}
+        config.setdefault("probe_timeout_ms", 30_000)
+        self.half = SchedulerHalf(Settings.from_config(config), BLOCK, ranks, self.counters, SystemClock())
+        self.half.start(self.schema, ClientOptions(attempt_ms=20_000, connect_ms=20_000))
+
+    def client(self) -> Client:
+        return self.node.connect(schema=self.schema)
+
+    def put(self, keys: list[bytes]) -> None:
+        with self.client() as client:
+            assert all(result.stored for result in client.put(keys, [VALUE] * len(keys)))
+
+    def ask(self, request: Request, computed: int = 0) -> tuple[int | None, bool]:
+        """What the scheduler is told, as soon as it is told something."""
+        answers: list[tuple[int | None, bool]] = []
+
+        def answered() -> bool:
+            answers.append(self.half.matched(request, computed))
+            return answers[-1][0] is not None
+
+        eventually(answered, "an answer")
+        return answers[-1]
+
+    def arrive(self, request: Request, computed: int = 0) -> tuple[int | None, bool]:
+        self.half.arrived(request)
+        return self.ask(request, computed)
+
+    def compute(self, request: Request, tokens: int) -> StepWork:
+        """A step that computes ``tokens`` of a request."""
+        work = self.half.step(Output({request.request_id: tokens}))
+        request.num_computed_tokens += tokens
+        return work
+
+    def count(self, name: str) -> float:
+        for counted, number in self.counters.take().items():
+            self.counts[counted] = self.counts.get(counted, 0) + number
+        return self.counts.get(name, 0)
+
+
+Make = Callable[..., Bench]
+T = TypeVar("T")
+
+
+def until(something: Callable[[], T]) -> T:
+    """What a function answers, as soon as it answers something."""
+    answers: list[T] = []
+
+    def answered() -> bool:
+        answers.append(something())
+        return bool(answers[-1])
+
+    eventually(answered, "an answer", 60)
+    return answers[-1]
+
+
+@pytest.fixture
+def make(shared_node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[Make]:
+    made: list[Bench] = []
+
+    def bench(**settings: Any) -> Bench:
+        made.append(Bench(shared_node, request.node.name, **settings))
+        return made[-1]
+
+    yield bench
+    for each in made:
+        each.half.close()
+
+
+def test_what_nobody_has_is_computed_and_saved_as_it_gets_whole(make: Make) -> None:
+    bench, request = make(), Request("r", hashes("a"))
+    assert bench.arrive(request) == (0, False)
+    assert bench.count("missed_blocks:absent") == BLOCKS
+    (first,) = bench.compute(request, 2 * BLOCK + 3).saves
+    assert first.keys == tuple(hashes("a")[:2]) and first.blocks == (100, 101)
+    assert bench.compute(request, 5).saves == (), "no further block is whole"
+    (second,) = bench.compute(request, request.num_prompt_tokens - request.num_computed_tokens).saves
+    assert second.keys == tuple(hashes("a")[2:]) and second.blocks == (102, 103, 104)
+
+
+def test_decoded_tokens_count_once_they_are_accepted(make: Make) -> None:
+    bench, request = make(), Request("r", hashes("a"))
+    bench.arrive(request)
+    bench.compute(request, request.num_prompt_tokens)
+    request.num_tokens += 8  # they are 95 now, and the step below guesses four more
+    assert bench.compute(request, 12).saves == (), "a block that ends in guesses is none"
+    request.num_tokens += 1
+    request.block_hashes.append(hashes("a", 6)[5])
+    request.num_computed_tokens = request.num_tokens - 1
+    (save,) = bench.compute(request, 1).saves
+    assert save.keys == (hashes("a", 6)[5],) and save.blocks == (105,)
+
+
+@pytest.mark.parametrize(("policy", "saved"), [("all", BLOCKS + 1), ("prompt", BLOCKS), ("none", 0)])
+def test_policies_of_saving(make: Make, policy: str, saved: int) -> None:
+    bench, request = make(save=policy), Request("r", hashes("a", BLOCKS + 1))
+    request.num_tokens += BLOCK
+    bench.arrive(request)
+    assert sum(len(save.keys) for save in bench.compute(request, request.num_tokens).saves) == saved
+
+
+def test_a_run_of_blocks_after_the_local_hit_is_loaded(make: Make) -> None:
+    bench, request = make(), Request("r", hashes("b"))
+    bench.put([request.block_hashes[i] for i in (0, 1, 2, 4)])
+    assert bench.arrive(request, BLOCK) == (2 * BLOCK, True)
+    assert bench.count("hit_blocks") == 2
+    assert bench.count("missed_blocks:absent") == bench.count("missed_blocks:behind_gap") == 1
+    bench.half.allocated(request, [7, 8, 9], 2 * BLOCK)
+    (load,) = bench.half.step(Output()).loads
+    assert (load.request, load.keys, load.blocks) == ("r", tuple(request.block_hashes[1:3]), (8, 9))
+    bench.half.allocated(request, [7, 8, 9, 10], 0)
+    assert bench.half.step(Output()).loads == (), "the second call of an asynchronous load says nothing"
+    bench.half.heard(WorkerReport(loaded={"r": 0.1}), {"r"}, set())
+    request.num_computed_tokens = 3 * BLOCK
+    (save,) = bench.compute(request, 2 * BLOCK + 7).saves
+    assert save.keys == (request.block_hashes[3],), "what the node has is not saved again"
+
+
+def test_a_request_whose_load_failed_is_not_asked_again_and_saved_anew(make: Make) -> None:
+    bench, request = make(), Request("r", hashes("c"))
+    bench.put(request.block_hashes)
+    assert bench.arrive(request) == (BLOCKS * BLOCK, True)
+    bench.half.allocated(request, list(range(BLOCKS)), BLOCKS * BLOCK)
+    bench.half.step(Output())
+    bench.half.heard(WorkerReport(loaded={"r": 0.1}), {"r"}, {2})
+    assert bench.half.matched(request, 0) == (0, False), "however often vLLM comes back: no livelock"
+    request.num_preemptions += 1
+    assert bench.half.matched(request, 0) == (0, False)
+    assert bench.compute(request, request.num_prompt_tokens).saves == ()
+    other = Request("o", hashes("c"))
+    assert bench.arrive(other) == (BLOCKS * BLOCK, True), "another request may try"
+
+
+def test_blocks_of_a_failed_load_are_saved_again(make: Make) -> None:
+    bench, request = make(), Request("r", hashes("d"))
+    bench.put(request.block_hashes)
+    bench.arrive(request)
+    bench.half.allocated(request, list(range(BLOCKS)), BLOCKS * BLOCK)
+    bench.half.step(Output())
+    bench.half.heard(WorkerReport(), {"r"}, {0, 1, 2, 3, 4})
+    (save,) = bench.compute(request, request.num_prompt_tokens).saves
+    assert save.keys == tuple(request.block_hashes), "the node sorts out which of them it still has"
+
+
+def test_a_preempted_request_is_asked_about_anew(make: Make) -> None:
+    bench, request = make(), Request("r", hashes("e"))
+    assert bench.arrive(request) == (0, False)
+    bench.put(request.block_hashes[:3])
+    assert bench.ask(request) == (0, False), "one answer serves until then"
+    request.num_preemptions += 1
+    assert bench.ask(request) == (3 * BLOCK, True)
+
+
+def test_two_requests_do_not_save_the_same_block_at_once(make: Make) -> None:
+    bench = make()
+    first, second, third = (Request(name, hashes("f")) for name in "xyz")
+    for request in (first, second, third):
+        bench.arrive(request)
+    (save,) = bench.compute(first, first.num_prompt_tokens).saves
+    assert bench.compute(second, second.num_prompt_tokens).saves == ()
+    bench.half.heard(WorkerReport(saved={save.number: 1}), set(), set())
+    assert bench.compute(third, third.num_prompt_tokens).saves, "that save has ended, perhaps in vain"
+
+
+def test_an_observer_counts_and_does_nothing(make: Make) -> None:
+    bench, request = make(mode="observe"), Request("r", hashes("g"))
+    bench.put(request.block_hashes[:2])
+    assert bench.arrive(request) == (0, False)
+    assert bench.count("hit_blocks") == 2
+    work = bench.compute(request, request.num_prompt_tokens)
+    assert (work.saves, work.offer) == ((), None)
+
+
+def test_what_cannot_be_told_apart_is_left_alone(make: Make) -> None:
+    bench = make()
+    bench.put(hashes("h"))
+    for odd in ({"mm_features": (1,)}, {"prompt_embeds": 1}, {"lora_request": Adapter()}):
+        request = Request(next(iter(odd)), hashes("h"), **odd)
+        assert bench.arrive(request) == (0, False)
+        assert bench.compute(request, request.num_prompt_tokens).saves == ()
+    salted = Request("s", hashes("h"), cache_salt="x")
+    assert bench.arrive(salted) == (0, False)
+    (save,) = bench.compute(salted, salted.num_prompt_tokens).saves
+    assert {len(key) for key in save.keys} == {64}
+
+
+def test_the_guard_has_the_last_word(make: Make) -> None:
+    bench = make(guard=True, prefill_tokens_per_s=1 << 40)
+    bench.put(hashes("i"))
+    first, second = Request("x", hashes("i")), Request("y", hashes("i"))
+    assert bench.arrive(first) == (BLOCKS * BLOCK, True)
+    bench.half.allocated(first, list(range(BLOCKS)), BLOCKS * BLOCK)
+    bench.half.heard(WorkerReport(loaded={"x": 0.5}), {"x"}, set())
+    assert bench.arrive(second) == (0, False)
+    assert bench.count("decisions:unknown") == bench.count("decisions:slower") == 1
+    assert bench.count("lost_blocks:guard") == BLOCKS
+
+
+def test_a_node_that_does_not_answer_is_not_waited_for(make: Make, shared_node: NodeProcess) -> None:
+    bench, request = make(probe_timeout_ms=200), Request("r", hashes("j"))
+    os.kill(shared_node.process.pid, signal.SIGSTOP)
+    try:
+        assert bench.arrive(request) == (0, False)
+    finally:
+        os.kill(shared_node.process.pid, signal.SIGCONT)
+    assert sum(bench.count(f"missed_blocks:{why}") for why in ("deadline_exceeded", "unavailable")) == BLOCKS
+
+
+class Ranks:
+    """Two workers' clients in the session that a half offers."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        offer = bench.half.step(Output()).offer
+        assert offer is not None
+        arguments: dict[str, Any] = {"token": bench.node.token, "schema": Schema.from_cbor(offer.schema)}
+        self.clients = [Client.join(bench.node.url, session_token=offer.token, **arguments) for _ in range(2)]
+        joined = {rank: (offer.number, client.host_nqn) for rank, client in enumerate(self.clients)}
+        bench.half.heard(WorkerReport(joined=joined), set(), set())
+        assert bench.half.step(Output()).offer is None, "all have joined"
+
+    def plan(self, request: Request) -> tuple[int, WritePlan]:
+        """What they are told to write a request's blocks by."""
+        (save,) = self.bench.compute(request, request.num_prompt_tokens).saves
+        assert self.bench.half.waited_for, "the engine goes on stepping"
+        ((number, plan),) = until(lambda: self.bench.half.step(Output()).plans)
+        assert number == save.number and not self.bench.half.waited_for
+        return number, WritePlan.from_bytes(plan)
+
+    def write(self, rank: int, plan: WritePlan) -> list[str]:
+        tiles = held_tiles(GROUP, rank, 2)
+        value = VALUE[: sum(GROUP.layout().lengths[tile] for tile in tiles)]
+        return [result.reason for result in self.clients[rank].put_tiles(plan, tiles, [value] * len(plan))]
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+
+def test_several_ranks_write_by_one_plan(make: Make) -> None:
+    bench, request = make(ranks=2), Request("r", hashes("k"))
+    early = Request("early", hashes("early"))
+    bench.arrive(early)
+    assert bench.compute(early, early.num_prompt_tokens).saves == (), "not before all ranks have joined"
+    ranks = Ranks(bench)
+    bench.arrive(request)
+    number, plan = ranks.plan(request)
+    assert ranks.write(0, plan) == ["pending"] * BLOCKS
+    assert ranks.write(1, plan) == ["ok"] * BLOCKS
+    bench.half.heard(WorkerReport(saved={number: 2}), set(), set())
+    assert bench.arrive(Request("o", hashes("k"))) == (BLOCKS * BLOCK, True)
+    ranks.close()
+
+
+def test_what_one_rank_cannot_write_is_given_up_for_all(make: Make) -> None:
+    bench, request = make(ranks=2), Request("r", hashes("l"))
+    ranks = Ranks(bench)
+    bench.arrive(request)
+    number, plan = ranks.plan(request)
+    assert ranks.write(0, plan) == ["pending"] * BLOCKS
+    with bench.client() as client:
+        assert set(client.wait(request.block_hashes, 1)) == {"deadline_exceeded"}, "somebody is writing it"
+        bench.half.heard(WorkerReport(saved={number: 2}, failed={number}), set(), set())
+        assert set(client.wait(request.block_hashes, 60_000)) == {"absent"}
+    ranks.close()
+
+
+def test_a_save_that_others_have_made_meanwhile_has_no_plan(make: Make) -> None:
+    bench, request = make(ranks=2), Request("r", hashes("m"))
+    ranks = Ranks(bench)
+    bench.arrive(request)
+    bench.put(request.block_hashes)
+    (save,) = bench.compute(request, request.num_prompt_tokens).saves
+    assert until(lambda: bench.half.step(Output()).dropped) == (save.number,)
+    assert bench.count("present_blocks") == BLOCKS
+    ranks.close()
