@@ -252,6 +252,8 @@ async def taken(write: Awaitable[None]) -> None:
             await write
     except TimeoutError:
         raise Unavailable(f"the client took no answer for {_TAKEN_S:g} s") from None
+    except grpc.aio.BaseError:
+        raise Unavailable("the client went away while it was answered") from None
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ForebayError) -> None:

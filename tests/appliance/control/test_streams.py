@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import cbor2
 import grpc
 import pytest
 
-from forebay.errors import OK, Absent, DeadlineExceeded
+from forebay.appliance.control.calls import taken
+from forebay.errors import OK, Absent, DeadlineExceeded, Unavailable
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import unpack
 from tests.appliance.control.peer import Caller, Daemon
@@ -21,6 +23,14 @@ def outcomes(replies: Any) -> dict[int, int]:
         rows, codes = unpack("u32", reply.indices, "indices"), unpack("u16", reply.status, "status")
         found |= dict(zip(rows, codes, strict=True))
     return found
+
+
+def test_a_client_that_goes_away_while_it_is_answered_is_no_fault_of_the_node() -> None:
+    async def gone() -> None:
+        raise grpc.aio.BaseError
+
+    with pytest.raises(Unavailable):
+        asyncio.run(taken(gone()))
 
 
 def test_wait_tells_what_is_there_and_wakes_on_commit(caller: Caller, shared: Daemon) -> None:
