@@ -7,7 +7,7 @@ same code whether the target knows all of it, part of it or (after its restart) 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -216,6 +216,7 @@ class EmbeddedTarget(Target):
                         seen_by.discard(host.nqn)
             await self.teardown_host(host)
             if look is None or not (look.hosts or look.seen_by):
+                self._looks.pop(nqn, None)
                 await self._drop_if_empty(nqn)
 
         async with self._shape:
@@ -229,7 +230,8 @@ class EmbeddedTarget(Target):
         """
         if nqn in self._looks:
             try:
-                return await act()
+                await act()
+                return
             except Unavailable:  # whether it was done, nobody knows
                 self._looks.pop(nqn, None)
                 raise

@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 from spdk.rpc.client import JSONRPCClient  # type: ignore[import-untyped]
 
-from forebay.client import Admin
+from forebay.client import Admin, ClientOptions
 from tests.client.conftest import NodeProcess
 
 HANG_S = 30.0
 """A call that takes so much longer than its deadline hangs; less may be the machine."""
+CALM = ClientOptions(deadline_ms=60_000, connect_ms=60_000, attempt_ms=10_000)
+"""For clients that nothing is done to: a busy machine takes its time."""
 ENVIRONMENT = {
     "FOREBAY_SESSIONS_HEARTBEAT": "500ms",
-    "FOREBAY_SESSIONS_EXPIRY": "5s",
+    "FOREBAY_SESSIONS_EXPIRY": "10s",
     "FOREBAY_SESSIONS_WRITE_TTL": "5s",
     "FOREBAY_SESSIONS_LEASE_TTL": "5s",
 }

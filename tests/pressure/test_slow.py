@@ -21,7 +21,7 @@ from forebay.appliance.control.http_server import HttpServer
 from forebay.appliance.dataplane.target import rpc
 from forebay.appliance.dataplane.target.rpc import Method, Params, RpcServer
 from forebay.appliance.settings import Endpoint
-from tests.pressure.conftest import Node, Process, eventually
+from tests.pressure.conftest import CALM, Node, Process, eventually
 
 LIMIT_S = 0.5
 """In place of the product's limits where a test would have to wait for them."""
@@ -209,7 +209,7 @@ def test_a_node_is_rid_of_peers_that_say_nothing(node: Node) -> None:
     for name, port in ports.items():
         for trickle in (b"", trickles[name]):
             opened += [(socket.create_connection(("127.0.0.1", port)), trickle) for _ in range(20)]
-    with ThreadPoolExecutor(len(opened)) as pool, node.connect() as client:
+    with ThreadPoolExecutor(len(opened)) as pool, node.connect(options=CALM) as client:
         endings = [pool.submit(ended, sock, trickle, pause_s=1.0, within_s=90.0) for sock, trickle in opened]
         while not all(one.done() for one in endings):
             key = str(time.monotonic_ns()).encode()
