@@ -185,7 +185,9 @@ class NodeProcess(NodeAccess):
     def target_pid(self) -> int:
         """Of the target as it is now; the node starts it again when it dies."""
         with self.admin() as admin:
-            return admin.status().target_pid
+            pid = admin.status().target_pid
+        assert pid > 0, "the target does not answer"  # and a signal to 0 would be for this process too
+        return pid
 
     def kill_target(self) -> None:
         os.kill(self.target_pid, signal.SIGKILL)
