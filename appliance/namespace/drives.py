@@ -393,7 +393,7 @@ class NodeDrives:
 
     async def lose(self, drive: Drive, state: DriveState, reason: str) -> None:
         """A drive can only be read from now on, or not even that."""
-        was, drive.state, drive.reason = drive.state, state, reason
+        was, drive.state, drive.reason, drive.doubted = drive.state, state, reason, False
         self._e.space.note_away()
         if was is not state:
             _log.error("drive %s is %s: %s", drive.name, state.replace("_", " "), reason)

@@ -174,9 +174,9 @@ class Space:
             self.note_away()
 
     def in_doubt(self, volume: VolumeId) -> bool:
-        """Whether a closer look at the drive of a volume is due."""
+        """Whether it takes a closer look to know if the drive of a volume can be written."""
         found = self.volumes.get(volume)
-        return found is not None and self.drives[found.drive].doubted
+        return found is not None and self.drives[found.drive].doubted and self.drives[found.drive].writable
 
     def doubt(self, volume: VolumeId) -> None:
         """Have a closer look at the drive of a volume."""

@@ -59,6 +59,7 @@ from forebay.schema import TileLayout
 __all__ = ["Allocation", "TileSum", "Writes", "encode_tail"]
 
 _log = logging.getLogger(__name__)
+_GIVE_UP_MS = 5_000
 _MAX_TICKED_MS = ((1 << 32) - 1) * 1000  # the index keeps seconds in 32 bits
 
 
@@ -451,9 +452,13 @@ class Writes:
         return flushed
 
     def doom(self, writes: Iterable[PendingWrite]) -> None:
-        """Nothing of these is ever committed: their bytes are in doubt. The next sweep takes them back."""
+        """Nothing of these is ever committed: their bytes are in doubt.
+
+        Their writers learn it and give them up; who does not is torn down, and what it reads with it.
+        """
+        until_ms = self._e.clock.monotonic_ms() + _GIVE_UP_MS
         for write in writes:
-            write.doomed, write.deadline_ms = True, 0
+            write.doomed, write.deadline_ms = True, min(write.deadline_ms, until_ms)
 
     def doom_volumes(self, volumes: Collection[VolumeId]) -> None:
         """`doom` for what is being written to volumes whose drive failed."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from forebay.client import Admin, Client, ClientOptions, connect
+from forebay.client import Admin, Client, ClientOptions, NodeStatus, connect
 from tests.disks.faults import Faults
 
 __all__ = ["FaultyNode", "eventually"]
@@ -54,10 +54,14 @@ class FaultyNode:
             self._environment |= faults.environment
         self.process: subprocess.Popen[bytes]
         self.about: dict[str, Any] = {}
+        self._admin: Admin | None = None
         self.start()
 
     def start(self, *flags: str) -> None:
         """Start it, and wait until it serves."""
+        if self._admin is not None:
+            self._admin.close()
+            self._admin = None
         self.launch(*flags)
         described = self.data / "node.json"
         eventually(lambda: described.exists() or self.process.poll() is not None, "node.json")
@@ -89,6 +93,12 @@ class FaultyNode:
         """An administrator."""
         return Admin(self.url, token=self.token)
 
+    def status(self) -> NodeStatus:
+        """What an administrator is told, by a connection that is kept."""
+        if self._admin is None:
+            self._admin = self.admin()
+        return self._admin.status()
+
     def ready(self) -> tuple[int, dict[str, Any]]:
         """What /readyz answers."""
         answer = httpx.get(f"http://{self.about['http']}/readyz", timeout=30, trust_env=False)
@@ -101,14 +111,16 @@ class FaultyNode:
 
     def kill(self) -> None:
         """SIGKILL to daemon and target."""
-        with self.admin() as admin:
-            target = admin.status().target_pid
+        target = self.status().target_pid
         self.process.kill()
         self.process.wait()
         os.kill(target, signal.SIGKILL)
 
     def stop(self) -> None:
         """A clean stop, if it runs."""
+        if self._admin is not None:
+            self._admin.close()
+            self._admin = None
         if self.process.poll() is None:
             self.process.terminate()
             self.process.wait(60)
