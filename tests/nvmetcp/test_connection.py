@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from forebay.nvmetcp import command, pdu, spec
 from forebay.nvmetcp.command import ConnectData
-from forebay.nvmetcp.connection import Buffer, Connection
+from forebay.nvmetcp.connection import MAX_HEADER_BYTES, Buffer, Connection
 from forebay.nvmetcp.events import (
     CommandReceived,
     DataChunk,
@@ -458,4 +458,4 @@ def test_garbage_raises_nothing_but_the_protocol_error(role: Role, ready: bool, 
             assert conn.state is State.TERMINATED
             assert 24 <= len(error.termination) <= spec.TERM_MAX_BYTES
     assert conn.bytes_wanted >= 0
-    assert len(conn._buffer) == 256  # nothing is ever allocated by a length that the peer claims
+    assert len(conn._buffer) == MAX_HEADER_BYTES  # nothing is ever allocated by a length that the peer claims
