@@ -71,6 +71,7 @@ def test_a_full_metadata_drive_is_read_and_then_written_again(start: Start, tmp_
         assert stock.whole(), "nothing that was acknowledged is lost"
 
 
+@pytest.mark.long
 def test_a_drive_whose_file_system_others_filled_is_used_again_when_they_made_room(
     start: Start, tmp_path: Path
 ) -> None:
