@@ -188,6 +188,8 @@ class Soak:
             last[:] = [found]
             if found.pending_writes or found.leases or found.sessions > self._plan.workers * _SESSIONS:
                 return False
+            if not Path(f"/proc/{found.target_pid}").exists():  # killed just now
+                return False
             # What expires by itself goes first, so that nothing changes while it is added up.
             try:
                 return not any(info.used_bytes for info in self._namespaces() if info.ttl_ms)
