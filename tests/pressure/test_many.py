@@ -8,13 +8,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from tests.pressure import herd
-from tests.pressure.conftest import CALM, Node
+from tests.pressure.conftest import CALM, Node, eventually
 
 PROCESSES = 8
 MIB = 1 << 20
@@ -87,3 +88,45 @@ def test_sessions(node: Node, count: int, processes: int) -> None:
     )
     assert max(grown.values()) < 512
     node.expect_nothing_held()
+
+
+@pytest.mark.parametrize(
+    ("count", "processes"), [pytest.param(64, 2, id="64"), pytest.param(512, 8, id="512", marks=pytest.mark.long)]
+)
+def test_data_connections(node: Node, count: int, processes: int) -> None:
+    """All move data at once, every byte compared; memory goes by what is under way, and comes back."""
+    with node.leaving_nothing(slack=8), node.connect(options=CALM) as witness:
+        assert all(result.present for result in witness.put([herd.KEY], [herd.VALUE]))
+        threads, resident_bytes = node.target.threads, node.target.resident_bytes
+        with crowd(node, "connections", count, processes) as members:
+            clients = count // 8
+            assert together([member.hear() for member in members], "connected") == {"ok": clients}
+            most = {"connections": 0, "resident_bytes": 0}
+
+            def look() -> bool:
+                most["connections"] = max(most["connections"], node.target.threads - threads)
+                most["resident_bytes"] = max(most["resident_bytes"], node.target.resident_bytes)
+                return most["connections"] >= count
+
+            for _ in range(2):
+                for member in members:
+                    member.tell("move")
+                with ThreadPoolExecutor(1) as pool:
+                    hearing = pool.submit(lambda: [member.hear() for member in members])
+                    while not hearing.done():
+                        look()
+                        assert bytes(witness.get([herd.KEY])[0].value or b"") == herd.VALUE
+                    said = hearing.result()
+                assert together(said, "read") == {"ok": 2 * clients}
+                assert together(said, "written") == {"ok": clients}
+            eventually(look, lambda: f"all connections at a time: {most}")
+            idle_bytes = node.target.resident_bytes
+            for member in members:
+                member.tell("end")
+            assert sum(member.hear()["closed"] for member in members) == clients
+        assert witness.stats.reopened == 0
+    most_mib, idle_mib = ((size - resident_bytes) / MIB for size in (most["resident_bytes"], idle_bytes))
+    print(f"{count} data connections: the target grew by {most_mib:.0f} MiB, by {idle_mib:.0f} when they were idle")
+    # What is kept for the next command, what is lent (two buffers a connection at most), and a thread's memory each.
+    assert idle_mib < 300 + count / 4
+    assert most_mib < 300 + count * 2.25
