@@ -7,7 +7,7 @@ belongs to that thread.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,6 +31,8 @@ __all__ = ["SchedulerHalf"]
 
 _log = logging.getLogger("vllm.forebay")
 
+_TOUCHED = 100_000
+"""Blocks that are remembered for the policy of second touches."""
 _LATE_MS = 100
 """A probe that has not answered this long after its deadline is not waited for."""
 
@@ -55,6 +57,7 @@ class SchedulerHalf:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._offer: SessionOffer | None = None
+        self._touched: OrderedDict[bytes, None] = OrderedDict()
         self._saves = Saves(ranks, settings.save_timeout_ms, counters)
 
     def start(self, schema: Schema, options: ClientOptions) -> None:
@@ -232,7 +235,7 @@ class SchedulerHalf:
     def _whole_blocks(self, tracked: Tracked, scheduled: int, state: Any, keys: list[bytes], blocks: list[int]) -> None:
         """Add the blocks of a request that are whole after this step, and that nobody has as far as is known."""
         request, answer = tracked.request, tracked.answer
-        if answer is None or answer.variant is None:
+        if answer is None or answer.variant is None or request.num_prompt_tokens < self._settings.save_min_tokens:
             return
         # Tokens whose KV there will be, without those that are only guessed: the engine hashes accepted ones alone.
         tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
@@ -245,9 +248,20 @@ class SchedulerHalf:
         tracked.considered = whole
         (table,) = state.get_block_ids(request.request_id)
         for row, key in zip(rows, tracked.keys(answer.variant, rows), strict=True):
-            if not answer.has(row) and not self._saves.has(key) and key not in keys:
+            if answer.has(row) or self._saves.has(key) or key in keys:
+                continue
+            if self._settings.save != "second_touch" or self._touch(key):
                 keys.append(key)
                 blocks.append(table[row])
+
+    def _touch(self, key: bytes) -> bool:
+        """Whether a block has come by before, as far as is remembered."""
+        known = key in self._touched
+        self._touched[key] = None
+        self._touched.move_to_end(key)
+        if len(self._touched) > _TOUCHED:
+            self._touched.popitem(last=False)
+        return known
 
     @property
     def waited_for(self) -> bool:

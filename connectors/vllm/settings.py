@@ -12,7 +12,7 @@ from forebay.errors import ConfigInvalid
 __all__ = ["Mode", "SavePolicy", "Settings"]
 
 Mode = Literal["on", "observe", "off"]
-SavePolicy = Literal["all", "prompt", "none"]
+SavePolicy = Literal["all", "prompt", "second_touch", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class Settings:
         mode_file: a file with one of these words, which takes the place of ``mode`` while the engine runs.
         guard: load only what is expected to come faster than the engine computes it.
         prefill_tokens_per_s: how fast that is; 0 to learn it from the engine's steps.
-        save: ``all`` whole blocks, those of the ``prompt``, or ``none``.
+        save: ``all`` whole blocks, those of the ``prompt``, those that came by before (``second_touch``), or ``none``.
+        save_min_tokens: nothing is saved of shorter prompts.
         probe_timeout_ms: how long a request waits at most to hear what is stored of it.
         load_timeout_ms: how long one request's load may take; what is late is computed.
         save_timeout_ms: how long one save may take.
@@ -52,6 +53,7 @@ class Settings:
     guard: bool = True
     prefill_tokens_per_s: int = 0
     save: SavePolicy = "all"
+    save_min_tokens: int = 0
     probe_timeout_ms: int = 500
     load_timeout_ms: int = 10_000
     save_timeout_ms: int = 30_000
@@ -74,6 +76,7 @@ class Settings:
             ("generation", 0, (1 << 64) - 1),
             ("max_tensor_parallel", 1, 1024),
             ("prefill_tokens_per_s", 0, 1 << 40),
+            ("save_min_tokens", 0, 1 << 40),
             ("probe_timeout_ms", 1, 600_000),
             ("load_timeout_ms", 1, 600_000),
             ("save_timeout_ms", 1, 600_000),
