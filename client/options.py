@@ -18,7 +18,7 @@ class ClientOptions:
         deadline_ms: of a data call that names none.
         connect_ms: of opening a session, the first time and after it was lost.
         attempt_ms: how long one attempt to reach the node may take at least. Calls wait for it, so an engine wants it
-            short and a person at a distant node long.
+            short and a person at a distant node long. Opening the first session makes as many as there is time for.
         lease_ttl_ms: how long extents to read are leased; 0 leaves it to the node.
         write_ttl_ms: by when an allocated block must be committed; 0 leaves it to the node.
         wait_pending_ms: how long `put` waits for a block that another writer is writing before it reports it as such.

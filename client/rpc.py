@@ -77,6 +77,13 @@ _Q = TypeVar("_Q")
 _A = TypeVar("_A")
 
 
+class _RanOut(Exception):
+    """An attempt to connect ran out of time; ``error`` says so."""
+
+    def __init__(self, error: ForebayError) -> None:
+        self.error = error
+
+
 class NodeAddress:
     """A node's control address, parsed from ``forebay://host[:port]``."""
 
@@ -154,12 +161,21 @@ class Rpc:
             raise DeadlineExceeded("the deadline passed before the call was sent")
         return left_ms
 
-    def call(self, method: grpc.UnaryUnaryMultiCallable[_Q, _A], request: _Q, deadline_ms: int) -> _A:
-        """One request, one answer; asked again when a node that is busy says so, if that is before the deadline."""
+    def call(
+        self, method: grpc.UnaryUnaryMultiCallable[_Q, _A], request: _Q, deadline_ms: int, *, patient: bool = False
+    ) -> _A:
+        """One request, one answer; asked again when a node that is busy says so, if that is before the deadline.
+
+        A ``patient`` one is asked again, too, when an attempt to connect runs out of time, as it may on a busy machine.
+        """
         attempt = 0
         while True:
             try:
                 return self._once(method, request, deadline_ms)
+            except _RanOut as e:
+                wait_ms = self._attempt_ms
+                if not patient or self._clock.monotonic_ms() + wait_ms >= deadline_ms:
+                    raise e.error from None
             except Busy as e:
                 # Longer each time, so that those who are turned away do not keep the node from its work.
                 wait_ms = min(e.retry_after_ms << min(attempt, 8), max(e.retry_after_ms, _MAX_RETRY_MS))
@@ -186,7 +202,8 @@ class Rpc:
         try:
             return method(request, timeout=timeout_s, metadata=self._named())
         except grpc.RpcError as e:
-            raise self._translate(e, timeout_s) from None
+            error = self._translate(e, timeout_s)
+            raise (_RanOut(error) if _ran_out(e) else error) from None
         except ValueError as e:  # what grpc raises on a closed channel
             raise self._is_closed() from e
 
@@ -243,7 +260,7 @@ class Rpc:
             return self._too_late(timeout_s)
         if code is grpc.StatusCode.UNAVAILABLE:
             why = details.rpartition(": ")[2].rstrip("]")  # the innermost of what gRPC strings together
-            if "timed out" in why:
+            if _ran_out(error):
                 return Unavailable(f"the node at {self.address} did not answer within {self._attempt_ms / 1000:.1f} s")
             return Unavailable(f"the node at {self.address} does not answer" + (f" ({why})" if why else ""))
         return _BY_STATUS.get(code, ForebayError)(details or f"the node answered {code.name}")
@@ -268,6 +285,14 @@ def _streamed(blocks: services.BlocksStub) -> dict[object, tuple[str, type[Messa
         for method in pb.DESCRIPTOR.services_by_name["Blocks"].methods
         if "context" in method.input_type.fields_by_name and not method.server_streaming
     }
+
+
+def _ran_out(error: grpc.RpcError) -> bool:
+    """Whether an attempt to connect took longer than it may; the words are gRPC's, which has no code for it."""
+    if not isinstance(error, grpc.Call) or error.code() is not grpc.StatusCode.UNAVAILABLE:
+        return False
+    details = error.details() or ""
+    return "timed out" in details or "handshaker shutdown" in details
 
 
 def _set_deadline(request: object, left_ms: int) -> None:

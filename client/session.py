@@ -241,7 +241,7 @@ class Session:
         if opening.join:
             try:
                 join = pb.JoinSessionRequest(token=opening.join, deadline_ms=self.rpc.left_ms(deadline_ms))
-                reply = self.rpc.call(self.rpc.blocks.JoinSession, join, deadline_ms)
+                reply = self.rpc.call(self.rpc.blocks.JoinSession, join, deadline_ms, patient=first)
             except _LOST:
                 if first:
                     raise  # later, when the session it joined has ended, a process goes on in one of its own
@@ -255,7 +255,7 @@ class Session:
                 client=self._options.client,
                 deadline_ms=self.rpc.left_ms(deadline_ms),
             )
-            reply = self.rpc.call(self.rpc.blocks.OpenSession, request, deadline_ms)
+            reply = self.rpc.call(self.rpc.blocks.OpenSession, request, deadline_ms, patient=first)
         if reply.keyspace != opening.schema.keyspace:
             raise SchemaInvalid("the session has another schema than this process", field="schema")
         if reply.checksum_kind not in (0, CRC32C):

@@ -1,13 +1,15 @@
 """What the client does with a node that lies, refuses, forgets or goes away: results with reasons, never a crash."""
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from forebay.client import Client, ClientOptions, NvmeTcpOptions, StatResult
+from forebay.client import Client, ClientOptions, NvmeTcpOptions, StatResult, connect
 from forebay.clock import ManualClock
 from forebay.errors import (
     Busy,
@@ -27,6 +29,7 @@ from forebay.ids import BlockKey
 from forebay.nvmetcp.command import Command
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import pack
+from forebay.testing.proxy import Action, Cut, FaultProxy, Message, Moment
 from tests.client.conftest import eventually
 from tests.client.peer import Link, truth
 from tests.client.scripted_node import ScriptedNode
@@ -278,6 +281,29 @@ def test_nobody_there() -> None:
     node.url = url
     with pytest.raises(Unavailable):
         node.connect(options=OPTIONS)
+
+
+class Pieces:
+    """The bytes of a connection as they come."""
+
+    def feed(self, data: bytes, *, up: bool) -> list[Message]:
+        return [Message("up" if up else "down", data)]
+
+
+def test_an_attempt_to_connect_that_runs_out_of_time_is_made_again(node: ScriptedNode) -> None:
+    silence = Cut("down", Moment.BEFORE, Action.SILENCE)
+    with FaultProxy(("127.0.0.1", node.port), Pieces, silence) as proxy:
+        options = replace(OPTIONS, attempt_ms=100, connect_ms=60_000)
+        with connect(f"forebay://127.0.0.1:{proxy.port}", token=node.token, options=options) as client:
+            assert proxy.cuts == 1, "the first connection said nothing"
+            assert [r.stored for r in client.put(KEYS, VALUES)] == [True] * 3
+
+
+def test_nobody_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"forebay://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(Unavailable, match=r"did not answer within 0\.1 s"):
+            connect(url, token="t", options=replace(OPTIONS, attempt_ms=100, connect_ms=1_000))
 
 
 def test_a_node_that_went_away(node: ScriptedNode, stored: Client) -> None:
