@@ -248,9 +248,11 @@ class Node:
                 raise InvalidArgument(f"{full_name} holds {blocks} blocks: delete it with force", field="force")
             namespace = replace(namespace, deleting=True)
             await self.state.namespaces.put(namespace)
-            for session in self.sessions:
-                if session.namespace == namespace.id:
-                    await self.end_session(session)
+            mine = [session for session in self.sessions if session.namespace == namespace.id]
+            for session in mine:
+                session.state = SessionState.ENDING  # all of them, should the target not answer half-way
+            for session in mine:
+                await self.end_session(session)
             await self._finish_delete(namespace)
             self.engine.events.add("cleared", namespace.id)
         return blocks, size

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forebay.errors import OK, Unavailable
+from forebay.errors import OK, SessionExpired, Unavailable
 from tests.sim.rig import Rig
 from tests.sim.running import on_loop, until
 
@@ -57,4 +57,23 @@ async def test_a_deletion_that_a_start_finishes_leaves_no_owners(tmp_path: Path)
     await rig.restart()
     for family in ("blocks", "owners", "regions"):
         assert not list(rig.store.scan(family)), family
+    rig.check()
+
+
+@on_loop
+async def test_a_deletion_that_was_interrupted_waits_for_no_engine_that_goes_on_asking(rig: Rig) -> None:
+    await rig.start()
+    await rig.namespace()
+    members = [await rig.open() for _ in range(3)]
+    assert await rig.put(members[0], b"k", VALUE) == OK
+    rig.target.fail("remove_host")
+    with pytest.raises(Unavailable):
+        await rig.node.delete_namespace("t/n", force=True)
+    for member in members:
+        with pytest.raises(SessionExpired):
+            await rig.put(member, b"more", VALUE)
+        member.session.seen_ms = rig.clock.monotonic_ms()
+    await rig.node.sweep()
+    await rig.node.background()
+    assert not list(rig.node.state.namespaces) and not list(rig.store.scan("blocks"))
     rig.check()
