@@ -63,16 +63,16 @@ class Saves:
         """Whether a block is being saved."""
         return key in self._keys
 
-    def begin(self, link: Link, client: Client, scope: int, keys: list[bytes], blocks: list[int]) -> Save:
-        """Save these blocks of the engine."""
+    def begin(self, link: Link, client: Client, scope: int, blocks: dict[bytes, int]) -> Save:
+        """Save these blocks of the engine, by key."""
         self._number += 1
-        save = Save(self._number, tuple(keys), tuple(blocks))
+        save = Save(self._number, tuple(blocks), tuple(blocks.values()))
         plan = None
         if self._ranks > 1:
-            named = [BlockKey(key, 0, scope) for key in keys]
+            named = [BlockKey(key, 0, scope) for key in blocks]
             plan = self._calling.submit(self._plan, link, client, named, list(self.hosts.values()))
         self._saving[save.number] = _Saving(save, plan, told=plan is None)
-        self._keys.update(keys)
+        self._keys.update(blocks)
         return save
 
     def _plan(self, link: Link, client: Client, keys: list[BlockKey], hosts: list[str]) -> WritePlan | None:

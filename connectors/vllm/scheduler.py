@@ -222,18 +222,17 @@ class SchedulerHalf:
         client, link = self._client(), self._link
         if client is None or link is None or not self._saves.ready:
             return ()
-        keys: list[bytes] = []
-        blocks: list[int] = []
+        blocks: dict[bytes, int] = {}
         for ident, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(ident)
             if tracked is not None:
-                self._whole_blocks(tracked, scheduled, output.kv_connector_block_state, keys, blocks)
-        if not keys:
+                self._whole_blocks(tracked, scheduled, output.kv_connector_block_state, blocks)
+        if not blocks:
             return ()
-        return (self._saves.begin(link, client, self._scope(client), keys, blocks),)
+        return (self._saves.begin(link, client, self._scope(client), blocks),)
 
-    def _whole_blocks(self, tracked: Tracked, scheduled: int, state: Any, keys: list[bytes], blocks: list[int]) -> None:
-        """Add the blocks of a request that are whole after this step, and that nobody has as far as is known."""
+    def _whole_blocks(self, tracked: Tracked, scheduled: int, state: Any, blocks: dict[bytes, int]) -> None:
+        """Add a request's blocks that are whole after this step, and that nobody has as far as is known, by key."""
         request, answer = tracked.request, tracked.answer
         if answer is None or answer.variant is None or request.num_prompt_tokens < self._settings.save_min_tokens:
             return
@@ -248,11 +247,10 @@ class SchedulerHalf:
         tracked.considered = whole
         (table,) = state.get_block_ids(request.request_id)
         for row, key in zip(rows, tracked.keys(answer.variant, rows), strict=True):
-            if answer.has(row) or self._saves.has(key) or key in keys:
+            if answer.has(row) or self._saves.has(key) or key in blocks:
                 continue
             if self._settings.save != "second_touch" or self._touch(key):
-                keys.append(key)
-                blocks.append(table[row])
+                blocks[key] = table[row]
 
     def _touch(self, key: bytes) -> bool:
         """Whether a block has come by before, as far as is remembered."""
