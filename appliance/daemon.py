@@ -30,6 +30,7 @@ from forebay.appliance.control.admin_calls import AdminCalls
 from forebay.appliance.control.administration import Administration
 from forebay.appliance.control.calls import Calls
 from forebay.appliance.control.data_calls import DataCalls
+from forebay.appliance.control.doorkeeper import Doorkeeper
 from forebay.appliance.control.load import LoadEstimate
 from forebay.appliance.control.server import ControlServer
 from forebay.appliance.dataplane.embedded import EmbeddedTarget, TransportLimits
@@ -55,6 +56,7 @@ from forebay.appliance.namespace.rocks import RocksStore
 from forebay.appliance.namespace.room import Watermarks
 from forebay.appliance.namespace.scrub import ScrubLimits
 from forebay.appliance.namespace.space import Drive, DriveState
+from forebay.appliance.open_files import raise_open_files
 from forebay.appliance.settings import Endpoint
 from forebay.appliance.trace import Tracer
 from forebay.clock import SystemClock
@@ -94,6 +96,7 @@ def run(config: Config, *, start_empty: bool = False) -> int:
     With ``start_empty`` drives of a node whose metadata are lost are declared empty.
     """
     log.set_up(config.log.level, config.log.format)
+    raise_open_files()  # before the target starts, which has it from here
     gc.disable()  # until it serves: what a start makes stays
     with hold(config.data):
         return asyncio.run(_Daemon(config, start_empty).main())
@@ -360,7 +363,7 @@ class _Daemon:
             _write_private(self._config.data / ADMIN_TOKEN_FILE, token + "\n")
 
     async def _run(self, node: Node, store: RocksStore, supervisor: Supervisor) -> None:
-        config = self._config
+        config, open_files = self._config, raise_open_files()
         calls = Calls(node.acl, node.engine.counters, tracer=self._tracer)
         administration = Administration(node, config.name, lambda: supervisor.restarts, self._keep_token)
         server = ControlServer(
@@ -378,6 +381,8 @@ class _Daemon:
                 await (self._loading or asyncio.to_thread(_load_http))
                 http = self._http(node, store, supervisor, calls, administration)
                 served["http"] = replace(config.http.listen, port=http.start(config.http.listen))
+            doorkeeper = Doorkeeper([address.port for address in served.values()], open_files)
+            tasks.append(asyncio.create_task(doorkeeper.watch()))
             settle_memory()
             await self._announce(node, supervisor, served)
             await self._stopping.wait()

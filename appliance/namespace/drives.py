@@ -69,7 +69,7 @@ class _Watched:
     """What is remembered between two looks."""
 
     errors: dict[VolumeId, VolumeErrors] = field(default_factory=dict)
-    looking: Future[_Look] | None = None
+    looking: Future[_Look | None] | None = None
     looking_since_ms: int = 0
     closely: bool = False
     again_ms: int = 0
@@ -494,7 +494,7 @@ class NodeDrives:
         await self._quietly(self.reconcile())  # so that hosts see what is new
 
 
-def _look_at(drive: Path, node_id: bytes, identity: uuid.UUID, volumes: list[Path], closely: bool) -> _Look:
+def _look_at(drive: Path, node_id: bytes, identity: uuid.UUID, volumes: list[Path], closely: bool) -> _Look | None:
     """One look, in a thread of its own: it may wait for the drive."""
     try:
         open_drive(drive, node_id, identity)
@@ -504,7 +504,7 @@ def _look_at(drive: Path, node_id: bytes, identity: uuid.UUID, volumes: list[Pat
                 if closely:
                     _read_first(volume)
     except ForebayError as error:
-        return _Look(DriveState.AWAY, error.message)
+        return None if _says_nothing(error) else _Look(DriveState.AWAY, error.message)
     try:
         with translated(f"drive {drive}"):
             for volume in volumes if closely else ():
@@ -520,7 +520,13 @@ def _look_at(drive: Path, node_id: bytes, identity: uuid.UUID, volumes: list[Pat
     except NoSpace:
         return _Look(DriveState.SERVING, free_bytes=0)  # full is not failed: the allocator knows what to do
     except ForebayError as error:
-        return _Look(DriveState.READ_ONLY, error.message)
+        return None if _says_nothing(error) else _Look(DriveState.READ_ONLY, error.message)
+
+
+def _says_nothing(error: ForebayError) -> bool:
+    """Whether it was this process that lacked a descriptor or memory: the drive was not asked."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def _read_first(path: Path) -> None:
