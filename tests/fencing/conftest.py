@@ -12,11 +12,10 @@ import pytest
 
 from forebay.client import Client, ClientOptions, NvmeTcpOptions, WritePlan
 from forebay.client.session import Opening, TransportFactory, nvme_tcp
-from forebay.client.transports.base import Transport
 from forebay.clock import Clock
 from forebay.ids import LBA_BYTES, Extent
 from forebay.schema import Group, HashAlgorithm, Schema
-from tests.client.conftest import NodeProcess, eventually
+from tests.client.conftest import NodeProcess
 from tests.fencing.switches import VARIABLE, Switches
 from tests.fencing.wire import Wire
 
@@ -32,7 +31,7 @@ PAIR = Schema(
 )
 """Blocks of two tiles, each so small that its write is one PDU."""
 SESSION_MS = 60_000
-"""A session of a node with switches ends after so long a silence."""
+"""A session ends after so long a silence."""
 
 Out = frozenset[str] | None
 """Which defences are out: None is the product, as `forebay serve` runs it."""
@@ -93,27 +92,23 @@ class Undefended(Node):
     program: Sequence[str] = (sys.executable, "-m", "tests.fencing.undefended")
 
 
-def _nodes(directory: Path) -> Iterator[Callable[[Out], Node]]:
-    """The node without these defences; made when first asked for."""
-    made: dict[bool, Node] = {}
+@pytest.fixture(scope="session")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Out], Node]]:
+    """The node without these defences; both nodes are made when first asked for."""
+    directory = tmp_path_factory.mktemp("fencing")
     switches = Switches(directory / "switches")
     os.environ[VARIABLE] = str(switches.file)  # for clients that follow the node's time
+    settings = {"FOREBAY_SESSIONS_EXPIRY": f"{SESSION_MS}ms", "PYTHONPATH": ROOT, VARIABLE: str(switches.file)}
+    made: dict[str, Node] = {}
 
     def get(names: Out) -> Node:
-        product = names is None
-        if product not in made:
-            if product:
-                made[product] = Node(directory / "product" / "data")
-            else:
-                made[product] = Undefended(
-                    directory / "undefended" / "data",
-                    PYTHONPATH=ROOT,
-                    FOREBAY_SESSIONS_EXPIRY=f"{SESSION_MS}ms",
-                    **{VARIABLE: str(switches.file)},
-                )
-            made[product].switches = switches
+        kind = Node if names is PRODUCT else Undefended
+        if kind.__name__ not in made:
+            (directory / kind.__name__).mkdir()
+            found = made[kind.__name__] = kind(directory / kind.__name__ / "data", **settings)
+            found.switches = switches
         switches.set(names or ())
-        return made[product]
+        return made[kind.__name__]
 
     try:
         yield get
@@ -124,18 +119,10 @@ def _nodes(directory: Path) -> Iterator[Callable[[Out], Node]]:
         del os.environ[VARIABLE]
 
 
-@pytest.fixture(scope="session")
-def _all_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Out], Node]]:
-    directory = tmp_path_factory.mktemp("fencing")
-    for name in ("product", "undefended"):
-        (directory / name).mkdir()
-    yield from _nodes(directory)
-
-
 @pytest.fixture
-def node(request: pytest.FixtureRequest, _all_nodes: Callable[[Out], Node]) -> Iterator[Node]:
+def node(request: pytest.FixtureRequest, nodes: Callable[[Out], Node]) -> Iterator[Node]:
     """The node without the defences that the test's parameter ``removed`` names."""
-    found = _all_nodes(request.getfixturevalue("removed"))
+    found = nodes(request.getfixturevalue("removed"))
     yield found
     found.switches.set(())
 
@@ -175,20 +162,3 @@ def got(client: Client, key: bytes) -> tuple[str, bytes]:
     """A read: its reason, and its bytes if it is a hit."""
     (result,) = client.get([key])
     return result.reason, bytes(result.value) if result.value is not None else b""
-
-
-__all__ = [
-    "OPTIONS",
-    "PAIR",
-    "PRODUCT",
-    "SESSION_MS",
-    "Node",
-    "Out",
-    "Transport",
-    "eventually",
-    "got",
-    "out",
-    "place",
-    "take",
-    "warm",
-]

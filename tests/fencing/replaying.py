@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from forebay.client.transports.base import Outcome, ReadOp, Transport, TransportState, WriteOp
-from forebay.clock import SystemClock
+from forebay.clock import Clock
 from forebay.errors import ConnectionLost
 
 __all__ = ["Replaying"]
@@ -19,11 +19,12 @@ _Op = TypeVar("_Op", ReadOp, WriteOp)
 class Replaying(Transport):
     """``inner``; the first call whose connection breaks waits for `again` and is then made once more."""
 
-    def __init__(self, inner: Transport) -> None:
+    def __init__(self, inner: Transport, clock: Clock) -> None:
         self.capabilities = inner.capabilities
         self.broken = threading.Event()
         self.again = threading.Event()
         self._inner = inner
+        self._clock = clock
 
     def connect(self, deadline_ms: int) -> None:
         self._inner.connect(deadline_ms)
@@ -42,7 +43,7 @@ class Replaying(Transport):
             return outcomes
         self.broken.set()
         assert self.again.wait(_PATIENCE_S)
-        return call(ops, SystemClock().monotonic_ms() + int(_PATIENCE_S * 1000))  # it minds no deadline but its own
+        return call(ops, self._clock.monotonic_ms() + int(_PATIENCE_S * 1000))  # it minds no deadline but its own
 
     def state(self) -> TransportState:
         return self._inner.state()

@@ -38,7 +38,7 @@ class Way:
         options: ClientOptions,
         clock: Clock,
     ) -> Transport:
-        self.made.append(Replaying(self.wire.through(subsystem, host, nguids, options, clock)))
+        self.made.append(Replaying(self.wire.through(subsystem, host, nguids, options, clock), clock))
         return self.made[-1]
 
     def lose(self, count: int) -> None:
