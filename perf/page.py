@@ -1,7 +1,7 @@
 """The tables of docs/performance.md, made from the rows that were measured: ``python -m perf.page FILE...``.
 
 What stands between the two markers of the page is replaced; a line RESULTS becomes the markers. Files are named as
-they lie in perf/results, without ``.json`` or with it.
+they lie in perf/results, without ``.json`` or with it; of rows of one name the last counts, in the place of the first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from perf.report import RESULTS
 
-__all__ = ["PAGE", "filled", "main", "tables"]
+__all__ = ["PAGE", "filled", "latest", "main", "tables"]
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 _BEGIN, _END = "<!-- results: python -m perf.page -->", "<!-- end of results -->"
@@ -92,6 +92,8 @@ def _beside(row: _Row) -> Iterator[str]:
     for name in ("latency_ms", "cpu_ms"):
         if name in row:
             yield f"{name.removesuffix('_ms')} p50 {row[name]['p50']:g} ms, p99 {row[name]['p99']:g} ms"
+    if row.get("changes"):
+        yield f"{row['changes']:,} changes"
     if "cpu_s" in row:
         yield "CPU " + ", ".join(f"{seconds:g}" for seconds in row["cpu_s"]) + " s"
     for name in ("rss_bytes", "checkpoint_bytes"):
@@ -112,6 +114,15 @@ def _number(value: float) -> str:
     return f"{value:.2f}"
 
 
+def latest(lines: Sequence[str]) -> list[_Row]:
+    """Rows as they stand in files, the last of each name."""
+    rows: dict[str, _Row] = {}
+    for line in lines:
+        row = json.loads(line)
+        rows[row["name"]] = row
+    return list(rows.values())
+
+
 def filled(page: str, rows: Sequence[_Row]) -> str:
     """The page with the tables of ``rows``. Raises `ValueError` if it has no place for them."""
     if _BEGIN not in page:
@@ -125,12 +136,10 @@ def filled(page: str, rows: Sequence[_Row]) -> str:
 
 def main(names: Sequence[str]) -> int:
     """Rewrite the page from the files named."""
-    rows = [
-        json.loads(line)
-        for name in names
-        for line in (RESULTS / f"{name.removesuffix('.json')}.json").read_text().splitlines()
+    lines = [
+        line for name in names for line in (RESULTS / f"{name.removesuffix('.json')}.json").read_text().splitlines()
     ]
-    PAGE.write_text(filled(PAGE.read_text(), rows))
+    PAGE.write_text(filled(PAGE.read_text(), latest(lines)))
     return 0
 
 

@@ -155,5 +155,7 @@ def test_page_is_made_from_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "`m` | 1.00 [1.00–1.00] ms | ≤ 2 | yes |" in text
     assert text.endswith("## After\n")
     assert page.filled(text, told) == text
+    again = {**told[1], "met": False}
+    assert page.latest([json.dumps(row) for row in (*told, again)]) == [told[0], again]
     with pytest.raises(ValueError, match="RESULTS"):
         page.filled("no place\n", told)
