@@ -24,7 +24,7 @@ from forebay.appliance.namespace.blocks import Blocks, Engine
 from forebay.appliance.namespace.desired_state import DesiredState, Eviction, Namespace
 from forebay.appliance.namespace.records import PINNED
 from forebay.errors import OK, ForebayError, NoSpace, QuotaExceeded
-from forebay.ids import Extent
+from forebay.ids import LBA_BYTES, Extent
 from forebay.index import Rows, findable
 
 __all__ = ["Room", "Watermarks"]
@@ -53,6 +53,8 @@ class _Need:
     namespace: Namespace
     slot_bytes: int
     scope: int = _ANY
+    least_bytes: int = 0
+    """What must come free for it to be of any use: less is not worth a block."""
     ahead: bool = False
     """Nobody waits for it yet."""
 
@@ -101,9 +103,14 @@ class Room:
         while len(taken) < want:
             rest = want - len(taken)
             mine, all_ = self._allowed(namespace, scope, slot_bytes)
-            if mine < rest and await self._evict(_Need(namespace, _ANY, scope), rest - mine):
+            # what one further slot lacks
+            mine_bytes, all_bytes = (
+                slot_bytes - (free_bytes % slot_bytes if free_bytes > 0 else free_bytes)
+                for free_bytes in self._quota_free_bytes(namespace, scope)
+            )
+            if mine < rest and await self._evict(_Need(namespace, _ANY, scope, mine_bytes), rest - mine):
                 continue
-            if all_ < rest and await self._evict(_Need(namespace, _ANY), rest - all_):
+            if all_ < rest and await self._evict(_Need(namespace, _ANY, least_bytes=all_bytes), rest - all_):
                 continue
             allowed = min(mine, all_, rest)
             if allowed <= 0:
@@ -125,11 +132,16 @@ class Room:
 
     def _allowed(self, namespace: Namespace, scope: int, slot_bytes: int) -> tuple[int, int]:
         """Slots of a size that the scope's quota and the namespace's still admit."""
+        mine, all_ = self._quota_free_bytes(namespace, scope)
+        return max(0, mine) // slot_bytes, max(0, all_) // slot_bytes
+
+    def _quota_free_bytes(self, namespace: Namespace, scope: int) -> tuple[int, int]:
+        """What the scope's quota and the namespace's leave; less than nothing where one was lowered."""
         space = self._e.space
         quota = self._state.scope_quotas.get(f"{namespace.id}/{scope}")
         mine = quota.quota_bytes - space.scope_bytes(namespace.id, scope) if quota else _NO_QUOTA_BYTES
         all_ = namespace.quota_bytes - space.used_bytes(namespace.id) if namespace.quota_bytes else _NO_QUOTA_BYTES
-        return max(0, mine) // slot_bytes, max(0, all_) // slot_bytes
+        return mine, all_
 
     def _take_roomier(self, namespace: Namespace, scope: int, slot_bytes: int, want: int) -> list[Extent]:
         """Free slots of the next larger size, up to twice as large: a node with few regions has few sizes at once."""
@@ -190,26 +202,37 @@ class Room:
         return True
 
     def _next_victims(self, need: _Need, count: int) -> Rows:
-        """``count`` blocks, and up to `_EVICT_AHEAD` while those beyond ``count`` are a small part of all there is."""
+        """``count`` blocks, and up to `_EVICT_AHEAD` while those beyond ``count`` are a small part of all there is.
+
+        None if all that may go is less than the need's `least_bytes`: pinned and leased blocks hold the rest, and to
+        evict what lies between them would help nobody.
+        """
         spare_bytes = self._e.space.used_bytes(need.namespace.id) // _AHEAD_SHARE
         waiting = self._victims.setdefault((need.namespace.id, need.slot_bytes, need.scope), deque())
-        chosen: dict[int, None] = {}
-        for scan in (False, True):
+        chosen: dict[int, int] = {}  # row to tick, oldest first
+        freed_bytes = 0
+        enough = need.least_bytes // LBA_BYTES  # if all were of the smallest slots
+        for scan in (0, max(count, _EVICT_AHEAD), enough)[: 3 if enough else 2]:
             if scan:
-                waiting.extend(self._scan(need, max(count, _EVICT_AHEAD)))
-            while waiting and len(chosen) < max(count, _EVICT_AHEAD):
+                waiting.extend(self._scan(need, scan))
+            while waiting and (len(chosen) < max(count, _EVICT_AHEAD) or freed_bytes < need.least_bytes):
                 row, tick = waiting.popleft()
                 if self._e.index.tick[row] != tick or not self._candidates(need, np.array([row])).size:
                     continue
-                if len(chosen) >= count:
-                    spare_bytes -= int(self._e.index.length[row])
+                if row in chosen:
+                    continue
+                size = int(self._e.index.length[row])
+                if len(chosen) >= count and freed_bytes >= need.least_bytes:
+                    spare_bytes -= size
                     if spare_bytes < 0:
                         waiting.appendleft((row, tick))
                         break
-                chosen[row] = None
-            if chosen:
-                break
-        return np.array(list(chosen), dtype=np.int64)
+                chosen[row] = tick
+                freed_bytes += size
+            if chosen and freed_bytes >= need.least_bytes:
+                return np.array(list(chosen), dtype=np.int64)
+        waiting.extendleft(reversed(chosen.items()))
+        return np.array([], dtype=np.int64)
 
     def _candidates(self, need: _Need, rows: Rows) -> Rows:
         """Those of ``rows`` that may go for this need."""

@@ -178,3 +178,40 @@ async def test_an_even_share_is_not_taken_from_pinned_blocks_or_where_nothing_is
         assert await rig.put(second, b"k", b"y" * MIB) == NoSpace.code
         assert all(rig.present(first, *keys))
         rig.check()
+
+
+@pytest.mark.parametrize("of", ["namespace", "scope"])
+@on_loop
+async def test_a_quota_that_pins_hold_costs_nobody_a_block(rig: Rig, of: str) -> None:
+    """What may go is too little for the value: it is refused, and what may go stays."""
+    await rig.start()
+    await rig.namespace(quota_bytes=4 * MIB if of == "namespace" else 0)
+    m = await rig.open(schema=OPAQUE, scopes=["red"])
+    (red,) = m.session.scopes
+    if of == "scope":
+        await rig.node.set_scope_quota("t/n", "red", 4 * MIB)
+    held = BlockKey(b"held", 0, red)
+    small = [BlockKey(b"s%d" % i, 0, red) for i in range(40)]
+    assert await rig.put(m, held, b"h" * 2 * MIB) == OK
+    for key in small:
+        assert await rig.put(m, key, b"s" * 4096) == OK
+    assert await rig.node.blocks.pin(m.session, [held], True, False) == [OK]
+    for _ in range(3):
+        assert await rig.put(m, BlockKey(b"large", 0, red), b"l" * 3 * MIB) == QuotaExceeded.code
+        assert all(rig.present(m, held, *small))
+    assert all(len(waiting) <= len(small) + 1 for waiting in rig.node.room._victims.values())
+    await rig.node.blocks.pin(m.session, [held], False, False)
+    assert await rig.put(m, BlockKey(b"large", 0, red), b"l" * 3 * MIB) == OK
+    rig.check()
+
+
+@on_loop
+async def test_many_small_blocks_make_room_for_a_large_one(rig: Rig) -> None:
+    await rig.start()
+    await rig.namespace(quota_bytes=4 * MIB)
+    m = await rig.open(schema=OPAQUE)
+    for i in range(1024):
+        assert await rig.put(m, BlockKey(b"s%d" % i), b"s" * 4096) == OK
+    assert await rig.put(m, BlockKey(b"large"), b"l" * 2 * MIB) == OK
+    assert rig.present(m, BlockKey(b"large"), BlockKey(b"s1023")) == [True, True]
+    rig.check()
