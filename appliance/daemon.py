@@ -48,7 +48,7 @@ from forebay.appliance.dataplane.volumes import (
 from forebay.appliance.directories import make_directory
 from forebay.appliance.namespace.acl import hash_token, new_token
 from forebay.appliance.namespace.checkpoint import FILE_NAME
-from forebay.appliance.namespace.desired_state import Principal
+from forebay.appliance.namespace.desired_state import DesiredState, Principal
 from forebay.appliance.namespace.meta import NodeMeta
 from forebay.appliance.namespace.node import Node, NodeLimits
 from forebay.appliance.namespace.reserve import Reserve
@@ -90,16 +90,17 @@ _COLLECT_AFTER = 50_000
 """Objects that the collector of cycles lets come before it looks: a batch of 1,000 keys is no reason to."""
 
 
-def run(config: Config, *, start_empty: bool = False) -> int:
+def run(config: Config, *, start_empty: bool = False, forget_drive: str | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. Raises `ForebayError` when the node cannot start.
 
-    With ``start_empty`` drives of a node whose metadata are lost are declared empty.
+    With ``start_empty`` drives of a node whose metadata are lost are declared empty; ``forget_drive`` names one that is
+    gone for good.
     """
     log.set_up(config.log.level, config.log.format)
     raise_open_files()  # before the target starts, which has it from here
     gc.disable()  # until it serves: what a start makes stays
     with hold(config.data):
-        return asyncio.run(_Daemon(config, start_empty).main())
+        return asyncio.run(_Daemon(config, start_empty, forget_drive).main())
 
 
 def settle_memory() -> None:
@@ -157,9 +158,10 @@ def _load_http() -> None:
 class _Daemon:
     """The parts of a running node."""
 
-    def __init__(self, config: Config, start_empty: bool) -> None:
+    def __init__(self, config: Config, start_empty: bool, forget_drive: str | None) -> None:
         self._config = config
         self._start_empty = start_empty
+        self._forget_drive = forget_drive
         self._node: Node | None = None
         self._load = LoadEstimate()
         self._stopping = asyncio.Event()
@@ -174,6 +176,8 @@ class _Daemon:
         store = RocksStore(self._config.metadata_dir / "rocksdb")
         try:
             meta = await NodeMeta.load(store, secrets.token_bytes, self._config.space.region_bytes)
+            if self._forget_drive is not None:
+                await self._forget(store, meta, self._forget_drive)
             drives = await self._open_drives(meta)
             await self._serve(store, meta, drives)
         finally:
@@ -231,6 +235,16 @@ class _Daemon:
                 field=error.field,
                 limit=error.limit,
             ) from error
+
+    async def _forget(self, store: RocksStore, meta: NodeMeta, name: str) -> None:
+        """Give up a drive and all that metadata know of it. Raises `ConfigInvalid` if there is none of that name."""
+        if name not in meta.drives:
+            known = ", ".join(sorted(meta.drives)) or "none"
+            raise ConfigInvalid(f"--forget-drive {name}: the node knows no such drive, but {known}", field="drives")
+        volumes = [volume.id for volume in DesiredState(store).volumes if volume.drive == name]
+        await meta.forget_drive(name, volumes)
+        (self._config.metadata_dir / FILE_NAME).unlink(missing_ok=True)  # it names volumes that are no more
+        _log.warning("drive %s is given up, with %d volumes and the blocks on them", name, len(volumes))
 
     def _discard(self, meta: NodeMeta) -> None:
         """Declare empty what lost metadata have left on the drives. Raises `ConfigInvalid` if they are not lost."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import cbor2
@@ -125,6 +125,19 @@ class NodeMeta:
         crash_point("drive.after_identity_before_record")
         await self.store.write([Op("meta", b"drive/" + name.encode(), drive_uuid.encode())])
         self.drives[name] = drive_uuid
+
+    async def forget_drive(self, name: str, volumes: Iterable[int]) -> None:
+        """A drive is gone for good, with these volumes; what stands there at the next claim is a new one.
+
+        Records of blocks on it are left to `recover`, which drops those of volumes that are not known.
+        """
+        ops = [Op("meta", prefix + name.encode(), None) for prefix in (b"drive/", b"absent/")]
+        for volume in volumes:
+            ops += self.store.deletes("regions", volume.to_bytes(4, "big"))
+            ops.append(Op("state", b"volume/%d" % volume, None))
+        await self.store.write(ops)
+        self.drives.pop(name, None)
+        self.absent.pop(name, None)
 
     async def note_absent(self, name: str, *epochs: int) -> None:
         """A drive is away, or about to be stamped after it was: its labels may have these epochs or noted ones.

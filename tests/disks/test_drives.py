@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 
@@ -58,7 +59,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory, faults: Faults) -> Iterator[FaultyNode]:
     folder = tmp_path_factory.mktemp("node")
-    served = FaultyNode(folder, faults, [folder / "a", folder / "b"], capacity="512MiB")
+    served = FaultyNode(folder, faults, [folder / "a", folder / "b"], capacity="512MiB", config="[log]\nlevel='debug'")
     yield served
     served.stop()
 
@@ -225,4 +226,33 @@ def test_a_node_starts_without_a_drive_and_takes_it_back(node: FaultyNode, stock
     assert node.ready()[1]["problems"] == []
     stock.client.close()
     stock.client = node.client()
+    assert stock.whole()
+
+
+def test_a_drive_that_is_gone_for_good_is_given_up_for_a_new_one(
+    node: FaultyNode, stock: Stock, faults: Faults
+) -> None:
+    node.stop()
+    assert "drive0, drive1" in node.refused("--forget-drive", "drive7")
+    shutil.rmtree(node.drives[1])
+    node.drives[1].mkdir()
+    node.start("--forget-drive", "drive1")
+    assert drives(node) == {"drive0": "serving", "drive1": "serving"}
+    with node.client() as client:
+        held = Stock(client)
+        held.values = stock.values
+        found = held.get()
+        assert found["ok"] and found["absent"] and found.total() == found["ok"] + found["absent"]
+        for key in [k for k, r in zip(stock.values, client.get(list(stock.values)), strict=True) if not r.hit]:
+            del stock.values[key]
+    stock.client.close()
+    stock.client = node.client()
+    eventually(lambda: any((node.drives[1] / "volumes").glob("*.vol")), "namespaces get a volume on the new drive")
+    eventually(
+        lambda: (
+            stock.put(f"new{len(stock.values)}-", 40) == {"ok": 40}
+            and node.metric('forebay_drive_used_bytes{drive="drive1"}') > 0
+        ),
+        "blocks go there",
+    )
     assert stock.whole()

@@ -61,6 +61,11 @@ _AFFECTED = {"all": "nothing is served", "writes": "nothing new is stored", "som
     is_flag=True,
     help="For a node that lost its metadata: declare the volumes on its drives empty. They are removed.",
 )
+@click.option(
+    "--forget-drive",
+    metavar="NAME",
+    help="Give up a drive that is gone for good, such as drive1, with its blocks; what is at its path takes its place.",
+)
 @click.option("--print-config", is_flag=True, help="Print the configuration in effect, and stop.")
 @pass_session
 def serve(
@@ -72,6 +77,7 @@ def serve(
     listen: str | None,
     target_listen: str | None,
     start_empty: bool,
+    forget_drive: str | None,
     print_config: bool,
 ) -> int:
     """Run a node in the foreground: metadata, control protocol and the NVMe-oF target.
@@ -91,7 +97,7 @@ def serve(
     from forebay.appliance.daemon import run
 
     try:
-        return run(settings, start_empty=start_empty)
+        return run(settings, start_empty=start_empty, forget_drive=forget_drive)
     except TargetRefused as e:
         if e.field != "target.listen":
             raise
