@@ -16,6 +16,9 @@ __all__ = ["Saves"]
 
 _log = logging.getLogger("vllm.forebay")
 
+_PLAN_MS = 5_000
+"""How long a plan may take at most: the engine is kept stepping while one is waited for."""
+
 
 @dataclass(slots=True)
 class _Saving:
@@ -78,7 +81,7 @@ class Saves:
     def _plan(self, link: Link, client: Client, keys: list[BlockKey], hosts: list[str]) -> WritePlan | None:
         """In a thread: what the ranks write by; None if there is nothing to write. Raises nothing."""
         try:
-            plan = client.allocate(keys, hosts=hosts, deadline_ms=self._deadline_ms)
+            plan = client.allocate(keys, hosts=hosts, deadline_ms=min(self._deadline_ms, _PLAN_MS))
         except Exception:  # the engine must live on; what is not stored is a miss later
             _log.exception("no plan for a save")
             return None

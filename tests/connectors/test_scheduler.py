@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, TypeVar
 
@@ -21,59 +20,10 @@ from forebay.connectors.vllm.settings import Settings
 from forebay.ranks import held_tiles
 from forebay.schema import Group, HashAlgorithm, Schema
 from tests.client.conftest import NodeProcess, eventually
+from tests.connectors.fakes import BLOCK, BLOCKS, Adapter, Output, Request, hashes
 
-BLOCK = 16
 GROUP = tiled(Group("full", (0, 1), BLOCK, 2, 64, "float32", "test"), max_ranks=2)
 VALUE = bytes(range(256)) * (GROUP.layout().value_bytes // 256)
-BLOCKS = 5
-
-
-@dataclass
-class Request:
-    """As much of vLLM's `Request` as the connector looks at. A prompt of whole blocks and seven tokens."""
-
-    request_id: str
-    block_hashes: list[bytes]
-    num_prompt_tokens: int = BLOCKS * BLOCK + 7
-    num_tokens: int = BLOCKS * BLOCK + 7
-    num_computed_tokens: int = 0
-    num_preemptions: int = 0
-    mm_features: tuple[Any, ...] = ()
-    prompt_embeds: Any = None
-    lora_request: Any = None
-    cache_salt: str | None = None
-
-
-@dataclass
-class Output:
-    """As much of vLLM's `SchedulerOutput`."""
-
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        return sum(self.num_scheduled_tokens.values())
-
-    @property
-    def kv_connector_block_state(self) -> Output:
-        return self
-
-    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        return (list(range(100, 100 + BLOCKS + 5)),)
-
-
-@dataclass
-class Adapter:
-    """As vLLM's `LoRARequest`."""
-
-    lora_path: str = "/nowhere"
-    lora_int_id: int = 1
-    lora_name: str = "adapter"
-    load_inplace: bool = False
-
-
-def hashes(text: str, count: int = BLOCKS) -> list[bytes]:
-    return [sha256(f"{text} {i}".encode()).digest() for i in range(count)]
 
 
 class Bench:

@@ -1,0 +1,163 @@
+"""Both halves of vLLM's connector with caches but no engine: `python -m tests.connectors.halves URL TOKEN`, with torch.
+
+A scheduler's half and the workers' halves of some ranks take steps together, as vLLM would make them. Prints a JSON
+object of what was seen.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from forebay.client import ClientOptions
+from forebay.clock import SystemClock
+from forebay.connectors.keys import STABLE_HASH, tiled
+from forebay.connectors.vllm.counters import Counters
+from forebay.connectors.vllm.messages import WorkerFacts, WorkerReport
+from forebay.connectors.vllm.scheduler import SchedulerHalf
+from forebay.connectors.vllm.settings import Settings
+from forebay.connectors.vllm.worker import WorkerHalf
+from forebay.schema import Group, HashAlgorithm, Schema
+from tests.connectors.fakes import BLOCK, BLOCKS, Output, Request, hashes
+
+HEADS, LAYERS, CONTENT = 4, 3, 10
+ROWS = 120
+OPTIONS = ClientOptions(attempt_ms=20_000, connect_ms=20_000)
+GROUP = tiled(Group("full", tuple(range(LAYERS)), BLOCK, HEADS, CONTENT * 4, "float32", "test"), max_ranks=4)
+SCHEMA = Schema("vllm", bytes(32), HashAlgorithm(STABLE_HASH, BLOCK), (GROUP,))
+
+
+class Engine:
+    """Some ranks, each with its heads of a cache whose every number is random."""
+
+    def __init__(self, url: str, ranks: int, seed: int) -> None:
+        config = {"url": url, "guard": False, "probe_timeout_ms": 30_000, "load_timeout_ms": 30_000}
+        settings = Settings.from_config(config)
+        torch.manual_seed(seed)
+        self.cache = torch.rand((LAYERS, ROWS, HEADS, BLOCK, CONTENT))
+        self.counters = Counters()
+        self.counts: dict[str, float] = {}
+        self.scheduler = SchedulerHalf(settings, BLOCK, ranks, self.counters, SystemClock())
+        self.scheduler.start(SCHEMA, OPTIONS)
+        self.workers = []
+        each = HEADS // ranks
+        for rank in range(ranks):
+            worker = WorkerHalf(settings, (rank, ranks), self.counters, OPTIONS, SystemClock())
+            mine = [layer[:, rank * each : (rank + 1) * each] for layer in self.cache]
+            worker.register(mine, WorkerFacts(tuple(range(LAYERS)), each, BLOCK, CONTENT * 4, "float32", "test"))
+            self.workers.append(worker)
+        self.received: dict[str, int] = {}
+        self.failed: set[int] = set()
+
+    def step(self, output: Output, ended: Collection[str] = ()) -> None:
+        """One step of all ranks; a load has ended when it has for every rank."""
+        work = self.scheduler.step(output)
+        report, done, failed = WorkerReport(), set(), set()
+        for worker in self.workers:
+            worker.begin(work)
+            worker.end(work)
+            received, lost = worker.received(set(ended), idle=work.idle)
+            for ident in received:
+                self.received[ident] = self.received.get(ident, 0) + 1
+                if self.received[ident] == len(self.workers):
+                    done.add(ident)
+            failed |= lost
+            report.add(worker.report())
+        self.failed |= failed
+        self.scheduler.heard(report, done, self.failed)
+        for name, count in self.counters.take().items():
+            self.counts[name] = self.counts.get(name, 0) + count
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Step until something holds; the deadline only ends a test that fails."""
+        end = time.monotonic() + 60
+        while not condition():
+            if time.monotonic() > end:
+                raise TimeoutError(f"not within a minute: {self.counts}")
+            self.step(Output())
+
+    def ask(self, request: Request) -> int:
+        """How many tokens of a request the node has."""
+        self.scheduler.arrived(request)
+        answers: list[int | None] = []
+
+        def answered() -> bool:
+            answers.append(self.scheduler.matched(request, 0)[0])
+            return answers[-1] is not None
+
+        self.until(answered)
+        return answers[-1] or 0
+
+    def save(self, request: Request) -> None:
+        """Have it that a request was computed, into the rows that `Output` gives it."""
+        self.until(lambda: self.scheduler._saves.ready)
+        assert self.ask(request) == 0
+        self.step(Output({request.request_id: request.num_prompt_tokens}))
+        self.until(lambda: self.counts.get("stored_blocks", 0) == BLOCKS * len(self.workers))
+
+    def load(self, request: Request, first: int) -> set[int]:
+        """Load a request into the rows from ``first`` on; which of its blocks are missing."""
+        tokens = self.ask(request)
+        rows = list(range(first, first + BLOCKS))
+        self.scheduler.allocated(request, rows, tokens)
+        self.failed = set()
+        self.until(lambda: self.received.get(request.request_id, 0) == len(self.workers))
+        return {row - first for row in self.failed}
+
+    def same(self, other: Engine, first: int, blocks: list[int]) -> bool:
+        """Whether blocks here, from ``first`` on, are what another engine computed."""
+        mine, theirs = self.cache[:, first : first + BLOCKS], other.cache[:, 100 : 100 + BLOCKS]
+        return bool((mine[:, blocks] == theirs[:, blocks]).all())
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.scheduler.close()
+
+
+def main(url: str) -> None:
+    engines = {ranks: Engine(url, ranks, ranks) for ranks in (1, 2, 4)}
+    seen: dict[str, Any] = {}
+    everything = list(range(BLOCKS))
+    for ranks, engine in engines.items():
+        engine.save(Request(f"saved by {ranks}", hashes(str(ranks))))
+    for wrote, writer in engines.items():
+        for read, reader in engines.items():
+            if read == wrote:
+                continue
+            first = 10 * wrote
+            untouched = reader.cache[:, first + BLOCKS].clone()
+            missing = reader.load(Request(f"{wrote} {read}", hashes(str(wrote))), first)
+            exact = not missing and reader.same(writer, first, everything)
+            seen[f"{wrote} to {read}"] = exact and bool((reader.cache[:, first + BLOCKS] == untouched).all())
+    one, two = engines[1], engines[2]
+    # A block that goes between the lookup and the load.
+    gone = Request("gone", hashes("1"))
+    assert two.ask(gone) == BLOCKS * BLOCK
+    client = one.workers[0]._link.client  # type: ignore[union-attr]
+    client.delete([hashes("1")[3]])  # type: ignore[union-attr]
+    two.scheduler.allocated(gone, list(range(60, 60 + BLOCKS)), BLOCKS * BLOCK)
+    two.failed = set()
+    two.until(lambda: two.received.get("gone", 0) == 2)
+    seen["missing"] = sorted(row - 60 for row in two.failed)
+    seen["rest"] = two.same(one, 60, [0, 1, 2, 4])
+    seen["evicted"] = two.counts.get("lost_blocks:evicted")
+    # One that is given up: it ends, and says what it did not load.
+    given_up = Request("given up", hashes("2"))
+    tokens = one.ask(given_up)
+    one.scheduler.allocated(given_up, list(range(80, 80 + BLOCKS)), tokens)
+    one.step(Output(), ["given up"])
+    one.until(lambda: "given up" in one.received)
+    seen["ended"] = one.received["given up"]
+    for engine in engines.values():
+        engine.close()
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,28 @@
+"""The connector's halves move bytes between caches of any number of ranks, exactly, with a real node and no engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.client.conftest import NodeProcess
+from tests.envs import ENVIRONMENTS
+
+
+@pytest.mark.torch
+def test_ranks_of_any_number_read_what_any_other_wrote(shared_node: NodeProcess) -> None:
+    env = ENVIRONMENTS["torch"]
+    command: list[str | Path] = [env.python, "-m", "tests.connectors.halves", shared_node.url]
+    variables = {**env.variables(), "FOREBAY_TOKEN": shared_node.token}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        **{f"{wrote} to {read}": True for wrote in (1, 2, 4) for read in (1, 2, 4) if wrote != read},
+        "missing": [3],
+        "rest": True,
+        "evicted": 2,
+        "ended": 1,
+    }
