@@ -59,12 +59,13 @@ _AFFECTED = {"all": "nothing is served", "writes": "nothing new is stored", "som
 @click.option(
     "--start-empty",
     is_flag=True,
-    help="For a node that lost its metadata: declare the volumes on its drives empty. They are removed.",
+    help="For a node that lost its metadata: remove the volumes on its drives.",
 )
 @click.option(
     "--forget-drive",
     metavar="NAME",
-    help="Give up a drive that is gone for good, such as drive1, with its blocks; what is at its path takes its place.",
+    help="Give up a drive that is gone for good, such as drive1, with its blocks: what is at its path takes its place. "
+    "[default: none]",
 )
 @click.option("--print-config", is_flag=True, help="Print the configuration in effect, and stop.")
 @pass_session
