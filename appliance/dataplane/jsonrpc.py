@@ -92,6 +92,7 @@ class JsonRpcClient:
         self._waiting: dict[int | str, asyncio.Future[dict[str, Any]]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._heard_s = 0.0
         self._connecting = asyncio.Lock()
         self._turns = asyncio.Semaphore(MAX_OUTSTANDING)
 
@@ -108,18 +109,24 @@ class JsonRpcClient:
         if params:
             request["params"] = {name: value for name, value in params.items() if value is not None}
         data = json.dumps(request, separators=(",", ":")).encode() + b"\n"
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[dict[str, Any]] = loop.create_future()
+        writer, began_s = None, loop.time()
         try:
             async with asyncio.timeout(limit_s), self._turns:
                 writer = await self._connected()
                 if writer.transport.get_write_buffer_size() + len(data) > MAX_UNSENT_BYTES:
                     raise Unavailable(f"{method}: the target does not read its requests", field=str(self.path))
                 self._waiting[request["id"]] = answer
+                began_s = loop.time()
                 writer.write(data)
                 await writer.drain()
                 response = await answer
         except TimeoutError:
-            raise Unavailable(f"{method}: no answer within {limit_s:g} s", field=str(self.path)) from None
+            problem = Unavailable(f"{method}: no answer within {limit_s:g} s", field=str(self.path))
+            if writer is not None and writer is self._writer and self._heard_s < began_s:
+                self._drop(problem)  # nothing at all came: it may be the connection that stands, and not the target
+            raise problem from None
         except OSError as error:
             raise Unavailable(f"{method}: {error.strerror or error}", field=str(self.path)) from error
         finally:
@@ -157,6 +164,7 @@ class JsonRpcClient:
         problem: ForebayError = Unavailable("the target closed its control connection", field=str(self.path))
         try:
             while data := await reader.read(READ_BYTES):
+                self._heard_s = asyncio.get_running_loop().time()
                 for message in stream.feed(data):
                     if not isinstance(message, dict):
                         raise ProtocolError("the target sent something that is not a JSON object")
