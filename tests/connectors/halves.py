@@ -154,6 +154,19 @@ def main(url: str) -> None:
     one.step(Output(), ["given up"])
     one.until(lambda: "given up" in one.received)
     seen["ended"] = one.received["given up"]
+    # Two replicas that compute the same prompt at once: each block is one's or the other's, and whole.
+    both = [Request("of one", hashes("both")), Request("of two", hashes("both"))]
+    before = [engine.counts["stored_blocks"] for engine in (one, two)]
+    assert [one.ask(both[0]), two.ask(both[1])] == [0, 0]
+    for engine, request in zip((one, two), both, strict=True):
+        engine.step(Output({request.request_id: request.num_prompt_tokens}))
+    for engine in (one, two):
+        engine.until(lambda: not engine.scheduler._saves._saving)  # noqa: B023
+    stored = [engine.counts["stored_blocks"] - count for engine, count in zip((one, two), before, strict=True)]
+    seen["stored at once"] = stored[0] + stored[1] / 2
+    four = engines[4]
+    assert four.load(Request("of both", hashes("both")), 90) == set()
+    seen["whole"] = [four.same(one, 90, [block]) != four.same(two, 90, [block]) for block in everything]
     for engine in engines.values():
         engine.close()
     print(json.dumps(seen))

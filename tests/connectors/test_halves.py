@@ -25,4 +25,6 @@ def test_ranks_of_any_number_read_what_any_other_wrote(shared_node: NodeProcess)
         "rest": True,
         "evicted": 2,
         "ended": 1,
+        "stored at once": 5,
+        "whole": [True] * 5,
     }
