@@ -24,12 +24,21 @@ class Reserve:
         self._least_bytes = least_bytes
         self.free_bytes = 0
         """At the last look."""
-        self._problem: NoSpace | None = None
+        self._short_by: tuple[int, int] | None = None
 
     @property
     def problem(self) -> NoSpace | None:
         """Why no new block is taken, or None."""
-        return self._problem
+        if self._short_by is None:
+            return None
+        free_bytes, least_bytes = self._short_by
+        return NoSpace(
+            f"{self._path} has {free_bytes >> 20} MiB free on its file system, less than the {least_bytes >> 20} MiB "
+            "that are kept so that metadata can be written (space.metadata_reserve): free some; until then blocks are "
+            "read and deleted, but not stored",
+            field="metadata_dir",
+            limit=least_bytes,
+        )
 
     def look(self) -> None:
         """See what is free. Raises OSError."""
@@ -37,16 +46,7 @@ class Reserve:
             return
         free_bytes, least_bytes = self._measure(self._path)
         self.free_bytes = free_bytes
-        if free_bytes >= least_bytes:
-            self._problem = None
-        else:
-            self._problem = NoSpace(
-                f"{self._path} has {free_bytes >> 20} MiB free on its file system, less than the {least_bytes >> 20} "
-                "MiB that are kept so that metadata can be written (space.metadata_reserve): free some; until then "
-                "blocks are read and deleted, but not stored",
-                field="metadata_dir",
-                limit=least_bytes,
-            )
+        self._short_by = None if free_bytes >= least_bytes else (free_bytes, least_bytes)
 
     def allows(self, drive: Path, length_bytes: int) -> bool:
         """Whether so much more may be taken on a drive; always, where that is another file system."""

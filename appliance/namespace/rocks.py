@@ -153,7 +153,9 @@ class RocksStore(Store):
 
     @property
     def problem(self) -> ForebayError | None:
-        return self._problem
+        # a new one each time: one that is raised again and again grows by each place that it passed
+        found = self._problem
+        return None if found is None else type(found)(found.message, field=found.field, limit=found.limit)
 
     @contextmanager
     def _read(self) -> Iterator[_Database]:
@@ -255,9 +257,7 @@ class RocksStore(Store):
         return batches
 
     def _commit(self, batches: list[_Batch]) -> None:
-        error = self._problem
-        if error is None:
-            error = self._write(batches)
+        error = self.problem or self._write(batches)
         for batch in batches:
             try:
                 batch.loop.call_soon_threadsafe(_resolve, batch.done, error)
