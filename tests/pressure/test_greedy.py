@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 import urllib.request
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import grpc
 import pytest
 
-from forebay.client import Client
+from forebay.appliance.control.admission import Admission, Place
+from forebay.client import Admin, Client
+from forebay.client.session import Opening
+from forebay.errors import Busy
 from forebay.ids import BlockKey
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto import forebay_pb2_grpc as services
 from forebay.proto.columns import keys_to_proto
+from forebay.schema import Schema
 from tests.pressure.conftest import CALM, Node, eventually
 
 KEY_BYTES = 1_000
@@ -63,6 +71,7 @@ def stored(client: Client, name: str) -> list[bytes]:
     return keys
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["Watch", "Calls"])
 def test_a_client_that_reads_nothing_ends(node: Node, method: str) -> None:
     with node.connect(options=CALM) as other:
@@ -86,3 +95,67 @@ def test_a_client_that_reads_nothing_ends(node: Node, method: str) -> None:
         call.cancel()
         greedy.close()
     node.expect_nothing_held()
+
+
+def test_a_flood_by_one_principal_does_not_stop_another(node: Node) -> None:
+    """The one that floods is told to come back, or waits; the others' calls and sessions go on."""
+    with Admin(node.url, token=node.token) as admin:
+        token = admin.create_principal("flood").token
+        admin.set_grant("flood", "default/default", ["read", "write", "delete"])
+    opening = Opening("default/default", Schema.opaque(), 0)
+    over = threading.Event()
+    ended: Counter[str] = Counter()
+
+    def flood(flooder: Client) -> None:
+        """Calls that wait for a drive, and give up soon: what they began goes on."""
+        turn = 0
+        while not over.is_set():
+            turn += 1
+            keys = [f"flood/{threading.get_ident()}/{turn}/{i}".encode() for i in range(16)]
+            ended.update(one.reason for one in flooder.put(keys, [b"f"] * 16, deadline_ms=20))
+            ended.update(flooder.wait(keys, 20))
+
+    def use(other: Client) -> None:
+        for turn in range(3):
+            keys = [f"calm/{turn}/{i}".encode() for i in range(4)]
+            assert all(one.present for one in other.put(keys, keys))
+            assert [bytes(one.value or b"") for one in other.get(keys)] == keys
+
+    flooders = [Client(node.url, opening, token=token, options=CALM) for _ in range(4)]
+    with node.connect(options=CALM) as other, ThreadPoolExecutor(16) as pool:
+        try:
+            running = [pool.submit(flood, flooders[i % 4]) for i in range(16)]
+            eventually(lambda: sum(ended.values()) > 300, "the flood is there")
+            use(other)
+        finally:
+            over.set()
+        for one in running:
+            one.result(60)
+        assert other.stats.reopened == 0
+    for flooder in flooders:
+        flooder.close()
+    with Admin(node.url, token=node.token) as admin:
+        admin.delete_principal("flood")
+    node.expect_nothing_held()
+
+
+def test_places_are_shared_between_principals() -> None:
+    admission = Admission(100, "things", retry_after_ms=5)
+    held: dict[str, list[Place]] = {name: [] for name in "abc"}
+    for _ in range(200):
+        for name in "abc":
+            with suppress(Busy):
+                held[name].append(admission.enter(name))
+    assert {len(places) for places in held.values()} == {25}, "and as much is left for the next one"
+    with pytest.raises(Busy) as caught:
+        admission.enter("a")
+    assert caught.value.retry_after_ms == 5
+    assert admission.enter("a", always=True) and admission.enter("d", 24)
+    for place in held["a"]:
+        place.hold()
+        place.leave()
+    assert len(admission) == 100
+    for places in held.values():
+        for place in places:
+            place.leave()
+    assert len(admission) == 25
