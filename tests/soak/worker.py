@@ -216,6 +216,8 @@ class _Worker:
             for key, result in zip(keys, results, strict=True):
                 self._verified(key, result)
             return
+        if self._chance.random() < 0.5:
+            self._note("ranks_delete", leader.delete(keys))
         second = self._other_rank(leader)
         values = [value_of(key, self._chance.getrandbits(63), GRID_BYTES) for key in keys]
         plan = leader.allocate(keys)
