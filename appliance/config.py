@@ -154,7 +154,18 @@ class TargetConfig:
         "What happens to the target when the node stops: `keep` leaves it running for the next start to find.",
     )
     max_connections: int = setting(
-        "max_connections", Integer(2, 65_535), 1024, "NVMe/TCP connections (queues) at the same time."
+        "max_connections",
+        Integer(2, 65_535),
+        1024,
+        "NVMe/TCP connections (queues) at the same time, as far as the limit of open files allows. A client process "
+        "takes one, and up to `NvmeTcpOptions.connections` (4) for data; one too many is told so, and asks again.",
+    )
+    buffer_bytes: int = setting(
+        "buffers",
+        Size(1 << 20, 1 << 40),
+        256 << 20,
+        "Memory for data between sockets and drives. A connection that works has up to 2 MiB whatever this says, and "
+        "more only while all together have less.",
     )
     max_command_bytes: int = setting(
         "max_command",

@@ -285,6 +285,7 @@ class _Daemon:
             command=(
                 *(sys.executable, "-m", "forebay.appliance.dataplane.target"),
                 *("--max-connections", str(target_config.max_connections)),
+                *("--buffer-bytes", str(target_config.buffer_bytes)),
                 *("--log-level", config.log.level, "--log-format", config.log.format),
             ),
         )
