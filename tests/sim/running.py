@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 
 __all__ = ["TIMEOUT_S", "on_loop", "until"]
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 P = ParamSpec("P")
 
 
