@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from forebay.client import Admin, Client, ClientOptions, NodeStatus, connect
+from forebay.errors import Unavailable
 from tests.disks.faults import Faults
 
 __all__ = ["FaultyNode", "eventually"]
@@ -90,8 +91,18 @@ class FaultyNode:
         return connect(self.url, token=self.token, options=patient, **options)
 
     def admin(self) -> Admin:
-        """An administrator."""
-        return Admin(self.url, token=self.token)
+        """An administrator, connected: on a busy machine the first attempt may take too long."""
+        end = time.monotonic() + 60
+        while True:
+            admin = Admin(self.url, token=self.token)
+            try:
+                admin.status()
+            except Unavailable:
+                admin.close()
+                if time.monotonic() > end:
+                    raise
+            else:
+                return admin
 
     def status(self) -> NodeStatus:
         """What an administrator is told, by a connection that is kept."""

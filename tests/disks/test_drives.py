@@ -59,7 +59,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory, faults: Faults) -> Iterator[FaultyNode]:
     folder = tmp_path_factory.mktemp("node")
-    served = FaultyNode(folder, faults, [folder / "a", folder / "b"], capacity="512MiB", config="[log]\nlevel='debug'")
+    served = FaultyNode(folder, faults, [folder / "a", folder / "b"], capacity="512MiB")
     yield served
     served.stop()
 

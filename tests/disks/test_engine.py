@@ -1,0 +1,169 @@
+"""What the engine does when a drive or metadata fail, step by step, over a simulated target."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from forebay.appliance.dataplane.interface import Barrier, VolumeErrors, VolumeSpec
+from forebay.appliance.namespace.space import DriveState
+from forebay.appliance.namespace.store import MemoryStore
+from forebay.errors import OK, ForebayError, NoSpace, TargetFailed, Unavailable, WriteExpired
+from forebay.ids import BlockKey, GrantId, VolumeId
+from tests.sim.rig import Rig
+from tests.sim.running import on_loop, until
+from tests.sim.target import SimTarget
+
+VALUE = bytes(range(256)) * 64
+
+
+class FailingTarget(SimTarget):
+    """A drive that can fail to flush, or to write at some grants."""
+
+    flush_fails = False
+    bad_grants: frozenset[GrantId] = frozenset()
+    errors = 0
+
+    async def seal(self, grants: Sequence[GrantId], volume: VolumeSpec) -> Barrier:
+        if self.flush_fails:
+            await self.revoke(grants)
+            raise TargetFailed("forebay_seal: Input/output error (EIO)")
+        return await super().seal(grants, volume)
+
+    async def failed_writes(self, grants: Sequence[GrantId]) -> set[GrantId]:
+        told, self.bad_grants = set(grants) & self.bad_grants, frozenset()  # once
+        return told
+
+    async def volume_errors(self) -> dict[VolumeId, VolumeErrors]:
+        return {volume: VolumeErrors(self.errors) for volume in self.media}
+
+
+class FailingStore(MemoryStore):
+    """Metadata whose drive fails when it is told to."""
+
+    trouble: ForebayError | None = None
+
+    @property
+    def problem(self) -> ForebayError | None:
+        return self.trouble
+
+
+@pytest.fixture
+def target() -> FailingTarget:
+    return FailingTarget()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, target: FailingTarget) -> Rig:
+    return Rig(tmp_path / "drive", target=target, store=FailingStore())
+
+
+async def look(rig: Rig, state: DriveState) -> None:
+    """Look at the drives until the only one is in a state."""
+    drive = rig.node.engine.space.drives["drive0"]
+    async with asyncio.timeout(20):
+        while drive.state is not state or drive.doubted:
+            rig.clock.advance(2_000)
+            await rig.node.drives.look()
+            await asyncio.sleep(0.001)
+
+
+@on_loop
+async def test_a_commit_whose_flush_failed_is_never_acknowledged(rig: Rig, target: FailingTarget) -> None:
+    await rig.start()
+    await rig.namespace()
+    m = await rig.open()
+    assert await rig.put(m, b"before", VALUE) == OK
+    (row,) = await rig.allocate(m, b"k", size=len(VALUE))
+    assert row.extent is not None
+    rig.write(m, b"k", row.extent, VALUE)
+    sums = [(row.write_id, rig.sums(m, b"k", row.write_id, VALUE))]
+    target.flush_fails = True
+    assert await rig.node.writes.commit(m.session, sums) == [TargetFailed.code]
+    target.flush_fails = False
+    # the drive forgot, as Linux does: a flush that works now says nothing of what was written before
+    assert await rig.node.writes.commit(m.session, sums) == [WriteExpired.code]
+    assert rig.present(m, b"k", b"before") == [False, True]
+    assert await rig.put(m, b"k2", VALUE) == NoSpace.code, "no other drive takes it"
+    await look(rig, DriveState.SERVING)
+    rig.clock.advance(10_000)
+    await rig.node.sweep()
+    m = await rig.open()
+    assert await rig.put(m, b"k", VALUE) == OK and await rig.get(m, b"k") == VALUE
+    rig.check()
+
+
+@on_loop
+async def test_blocks_that_were_not_flushed_are_doubted_when_a_drive_is_back(rig: Rig, target: FailingTarget) -> None:
+    await rig.start()
+    await rig.namespace(durability=1)  # verify
+    m = await rig.open()
+    assert await rig.put(m, b"k", VALUE) == OK and await rig.put(m, b"lost", VALUE) == OK
+    drive = rig.node.engine.space.drives["drive0"]
+    located = await rig.node.blocks.acquire(m.session, [BlockKey(b"lost")], 1000)
+    rig.node.blocks.release(m.session, [located.lease])
+    drive.failed(TargetFailed("a flush failed"))
+    target.corrupt(VolumeId(int(located.volumes[0])), int(located.offsets[0]))
+    await look(rig, DriveState.SERVING)
+    assert await rig.get(m, b"k") == VALUE
+    assert await rig.get(m, b"lost") is None
+
+
+@on_loop
+async def test_nothing_is_evicted_for_what_metadata_cannot_keep(rig: Rig) -> None:
+    store = rig.store
+    assert isinstance(store, FailingStore)
+    await rig.start()
+    await rig.namespace(quota_bytes=4 * len(VALUE))
+    m = await rig.open()
+    keys = [b"k%d" % i for i in range(4)]
+    for key in keys:
+        assert await rig.put(m, key, VALUE) == OK
+    store.trouble = Unavailable("metadata cannot be written: the drive failed")
+    for i in range(20):
+        with pytest.raises(Unavailable, match="the drive failed"):
+            await rig.put(m, b"new%d" % i, VALUE)
+    with pytest.raises(Unavailable):
+        await rig.node.blocks.delete(m.session, [BlockKey(keys[0])])
+    assert rig.present(m, *keys) == [True] * 4
+    rig.check()
+    store.trouble = None
+    assert await rig.put(m, b"new", VALUE) == OK
+
+
+@on_loop
+async def test_a_bad_place_is_kept_and_a_bad_drive_is_not_cut_to_pieces(rig: Rig, target: FailingTarget) -> None:
+    await rig.start()
+    await rig.namespace()
+    m = await rig.open()
+    space, drive = rig.node.engine.space, rig.node.engine.space.drives["drive0"]
+
+    async def failed_write(key: bytes) -> None:
+        (row,) = await rig.allocate(m, key, size=len(VALUE))
+        write = m.session.writes[row.write_id]
+        assert write.grant is not None
+        target.bad_grants = frozenset({write.grant})
+        target.errors += 1
+        await rig.node.writes.abort(m.session, [row.write_id], quiesced=[m.identity])
+        assert drive.doubted and len(rig.node.writes) == 1, "is it the place or the drive?"
+
+    await failed_write(b"place")
+    await look(rig, DriveState.SERVING)
+    await rig.node.sweep()
+    assert [entry.reason for entry in space.quarantine] == ["write_error"] and not len(rig.node.writes)
+    rig.check()
+    await failed_write(b"drive")
+    (rig.drive / "volumes").rename(rig.drive / "hidden")
+    await look(rig, DriveState.AWAY)
+    await rig.node.sweep()
+    await until(lambda: not len(rig.node.writes), "the write is taken back")
+    assert len(space.quarantine) == 1
+    (rig.drive / "hidden").rename(rig.drive / "volumes")
+    await look(rig, DriveState.SERVING)
+    m = await rig.open()
+    assert await rig.put(m, b"k", VALUE) == OK
+    assert len(space.quarantine) == 1
+    rig.check()
