@@ -383,7 +383,9 @@ class Session:
                 deadline_ms,
                 view=view,
             )
-            with self._changing:
+            if not self._changing.acquire(timeout=self.rpc.left_ms(deadline_ms) / 1000):
+                return False  # the session is being opened anew, for longer than this call has
+            try:
                 now = self._view
                 current = now.reply.session == view.reply.session and not self._closed
                 moved = (reply.volumes, reply.endpoints) != (now.reply.volumes, now.reply.endpoints)
@@ -395,6 +397,8 @@ class Session:
                     merged.endpoints.extend(reply.endpoints)
                     routes = self._routes(now.host, reply.endpoints, reply.volumes)
                     self._view = replace(now, reply=merged, routes=routes)
+            finally:
+                self._changing.release()
         except _LOST:
             return self.recover(view, deadline_ms)
         except ForebayError as e:
