@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from typing import Any, Final, NoReturn
 
@@ -12,6 +13,7 @@ from forebay.errors import ProtocolError
 __all__ = ["JsonStream"]
 
 _SPACE: Final = " \t\r\n\0"
+_LOOK_BYTES: Final = 64 << 10
 _TOKENS: Final = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[{}\[\]]', re.DOTALL)
 """Strings, the last one perhaps without its end, and brackets outside of strings."""
 
@@ -22,7 +24,8 @@ class JsonStream:
     def __init__(self, max_message_bytes: int) -> None:
         self._max_bytes = max_message_bytes
         self._text = ""  # begins with a value that has not ended
-        self._pending = bytearray()  # what came behind it and cannot have ended it
+        self._pending = bytearray()  # what came behind it
+        self._characters = getincrementaldecoder("utf-8")("replace")  # holds one that is cut
         self._decoder = json.JSONDecoder(parse_constant=_no_constant)
 
     @property
@@ -39,12 +42,14 @@ class JsonStream:
         self._pending += data
         if len(self._text) + len(self._pending) > self._max_bytes:
             raise ProtocolError("a message is too long", field="message", limit=self._max_bytes)
-        # A value ends with a bracket: looking only then keeps a long one from being parsed once per piece.
-        if not data.rstrip(_SPACE.encode()).endswith((b"}", b"]")):
+        # A value ends with a bracket: looking only then keeps a long one from being parsed once per piece. But where
+        # one follows the other without a pause no piece may end with it: looked at whenever as much again has come.
+        ends = data.rstrip(_SPACE.encode()).endswith((b"}", b"]"))
+        if not ends and len(self._pending) < max(_LOOK_BYTES, len(self._text)):
             if not self._text:
                 _check_start(self._pending[:64].decode("utf-8", "replace").lstrip(_SPACE))
             return
-        text, at = self._text + self._pending.decode("utf-8", "replace"), 0
+        text, at = self._text + self._characters.decode(self._pending), 0
         self._pending.clear()
         try:
             while (at := _skip_space(text, at)) < len(text):
