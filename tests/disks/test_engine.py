@@ -66,7 +66,8 @@ async def look(rig: Rig, state: DriveState) -> None:
     drive = rig.node.engine.space.drives["drive0"]
     async with asyncio.timeout(20):
         while drive.state is not state or drive.doubted:
-            rig.clock.advance(2_000)
+            if drive.state is not DriveState.SERVING:
+                rig.clock.advance(2_000)
             await rig.node.drives.look()
             await asyncio.sleep(0.001)
 

@@ -97,6 +97,7 @@ def test_a_drive_whose_file_system_others_filled_is_used_again_when_they_made_ro
         assert node.metric('forebay_drive_reserved_bytes{drive="drive0"}') > before
 
 
+@pytest.mark.long
 def test_a_drive_that_is_unmounted_and_mounted_again(start: Start, tmp_path: Path) -> None:
     drive, image = tmp_path / "b", tmp_path / "image"
     ext4(drive, image, 320 * MIB)

@@ -20,7 +20,7 @@ from tests.disks.node import FaultyNode
 from tests.sim.rig import REGION, Member, Rig
 
 LONG = os.environ.get("FOREBAY_TEST_PROFILE") == "long"
-ROUNDS = 20 if LONG else 3
+ROUNDS = 20 if LONG else 2
 COUNT = 40
 _WRITTEN = 4 << 20
 """As far as the blocks of a test reach, and further."""
@@ -201,7 +201,7 @@ def test_damaged_metadata_are_an_error_or_less_and_never_a_wrong_byte(
 def test_a_file_of_metadata_that_is_gone_is_an_error_or_less(in_tables: Damaged, in_log: Damaged) -> None:
     for node in (in_tables, in_log):
         files = sorted(file.name for file in (node.folder / "pristine").iterdir())
-        for name in files if LONG else random.Random(5).sample(files, 3):
+        for name in files if LONG else random.Random(5).sample(files, 2):
             node.restore()
             (node.database / name).unlink()
             asyncio.run(node.judge())
