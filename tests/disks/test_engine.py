@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from forebay.appliance.dataplane.interface import Barrier, VolumeErrors, VolumeSpec
+from forebay.appliance.namespace import checkpoint
 from forebay.appliance.namespace.space import DriveState
 from forebay.appliance.namespace.store import MemoryStore
 from forebay.errors import OK, ForebayError, NoSpace, TargetFailed, Unavailable, WriteExpired
@@ -168,3 +172,29 @@ async def test_a_bad_place_is_kept_and_a_bad_drive_is_not_cut_to_pieces(rig: Rig
     assert await rig.put(m, b"k", VALUE) == OK
     assert len(space.quarantine) == 1
     rig.check()
+
+
+@on_loop
+async def test_a_checkpoint_that_failed_does_not_fill_the_drive(
+    tmp_path: Path, target: FailingTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / checkpoint.FILE_NAME
+    rig = Rig(tmp_path / "drive", target=target, checkpoint=file)
+    await rig.start()
+    await rig.namespace()
+    m = await rig.open()
+    assert await rig.put(m, b"k", VALUE) == OK
+
+    def full(file: IO[bytes]) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_sync", full)
+        with pytest.raises(NoSpace, match=str(file)):
+            await rig.node.checkpoint()
+        assert list(tmp_path.glob("*checkpoint*")) == []
+        await rig.node.close()  # a stop gets over it, and is not a clean one
+    await rig.start()
+    m = await rig.open()
+    assert await rig.get(m, b"k") == VALUE
+    assert await rig.node.checkpoint()
