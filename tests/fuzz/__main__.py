@@ -23,6 +23,7 @@ from pathlib import Path
 
 from tests.envs import ENVIRONMENTS
 from tests.fuzz.harnesses import CORPUS, HARNESSES, entries, load
+from tests.fuzz.target import FOLDER, memory_dir
 
 _EXECUTED = re.compile(r"stat::number_of_executed_units:\s*(\d+)")
 _COVERED = re.compile(r"\bcov: (\d+)")
@@ -61,14 +62,15 @@ def _kept(name: str, found: Path) -> str:
 def _guided(name: str, seconds: int, seed: int) -> Result:
     environment = ENVIRONMENTS["fuzz"]
     (CORPUS / name).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=memory_dir()) as files:
         command = [str(environment.python), "-m", "tests.fuzz.guided", name, str(_grown(name)), str(CORPUS / name)]
         command += [f"-max_total_time={seconds}", f"-seed={seed}", f"-artifact_prefix={folder}/"]
         command += [f"-timeout={_TIMEOUT_S}", f"-rss_limit_mb={_MEMORY_MIB}", f"-max_len={_MAX_BYTES}"]
         # Inputs are choices, one after the other: long ones from the start.
         command += ["-print_final_stats=1", "-len_control=0"]
         began = time.monotonic()
-        done = subprocess.run(command, env=environment.variables(), capture_output=True, text=True, check=False)
+        variables = environment.variables() | {FOLDER: files}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
         took = time.monotonic() - began
         failed = tuple(_kept(name, path) for path in sorted(Path(folder).iterdir()))
     told = done.stderr + done.stdout

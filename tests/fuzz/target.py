@@ -7,6 +7,7 @@ namespace that it does not see may have come to it.
 from __future__ import annotations
 
 import atexit
+import os
 import select
 import shutil
 import socket
@@ -27,7 +28,7 @@ from tests.fuzz.host_pdus import HostPdus
 from tests.fuzz.source import Source
 from tests.fuzz.watch import Faults, settled
 
-__all__ = ["LBAS", "OWN_LBAS", "OWN_TAG", "close", "exchange", "memory_dir", "run"]
+__all__ = ["FOLDER", "LBAS", "OWN_LBAS", "OWN_TAG", "close", "exchange", "memory_dir", "run"]
 
 NQN = "nqn.2026-11.test:fuzz"
 HOST_ID = UUID(int=0xF0)
@@ -46,6 +47,8 @@ _LIMITS = TargetLimits(
 )
 _MARKS = {nsid: (f"what is in volume {nsid}, " * 200).encode()[:LBA_BYTES] for nsid in (1, 2, 3)}
 _END_S = 30.0
+FOLDER = "FOREBAY_FUZZ_FOLDER"
+"""Names the folder of a process that ends without cleaning up."""
 
 
 class _Rig:
@@ -83,8 +86,8 @@ class _Rig:
 
 
 def memory_dir() -> str | None:
-    """Where files of a fuzzed process lie, if there is such a place."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+    """Where files of a fuzzed process lie: where its parent says, which removes it, or in memory if that can be."""
+    return os.environ.get(FOLDER) or ("/dev/shm" if Path("/dev/shm").is_dir() else None)
 
 
 @lru_cache(maxsize=1)
