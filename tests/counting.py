@@ -28,5 +28,5 @@ class Count:
 
 def save(file: Path, numbers: Counter[str], profile: str) -> None:
     """Write the sums, and what they are of."""
-    about = {"profile": profile, "python": platform.python_version(), "kernel": platform.release()}
+    about = {"profile": profile, "python": platform.python_version(), "kernel": platform.release().partition("-")[0]}
     file.write_text(json.dumps({**about, **dict(sorted(numbers.items()))}, indent=2) + "\n")
