@@ -312,9 +312,14 @@ class Client:
 
     # --- the life of blocks -----------------------------------------------------------------------------------------
 
-    def wait(self, keys: Sequence[Key], timeout_ms: int) -> _Words:
-        """Wait until blocks are visible: ``ok``; ``absent`` when nobody writes it (any more); ``deadline_exceeded``."""
-        return [reason(code) for code in wait_visible(self._session, self._keys(keys), self._until(timeout_ms))]
+    def wait(self, keys: Sequence[Key], timeout_ms: int, *, pending_only: bool = False) -> _Words:
+        """Wait until blocks are visible: ``ok``; ``absent`` once who wrote it is gone; ``deadline_exceeded``.
+
+        A block that nobody writes yet is waited for, too; with ``pending_only`` it is ``absent`` at once, which is
+        for who knows that it was being written (`allocate` said so) and wants the end of that.
+        """
+        codes = wait_visible(self._session, self._keys(keys), self._until(timeout_ms), pending_only)
+        return [reason(code) for code in codes]
 
     def delete(self, keys: Sequence[Key], *, deadline_ms: int | None = None) -> _Words:
         """Delete blocks: ``ok``, ``absent``, ..."""

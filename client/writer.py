@@ -121,7 +121,8 @@ class Writer:
     def _await_pending(self, keys: Sequence[BlockKey], codes: list[int], deadline_ms: int) -> None:
         rows = [i for i, code in enumerate(codes) if code == Pending.code]
         until_ms = min(deadline_ms, self._clock.monotonic_ms() + self._options.wait_pending_ms)
-        for i, code in zip(rows, wait_visible(self._session, [keys[i] for i in rows], until_ms), strict=True):
+        ends = wait_visible(self._session, [keys[i] for i in rows], until_ms, pending_only=True)
+        for i, code in zip(rows, ends, strict=True):
             codes[i] = AlreadyExists.code if code == OK else Pending.code
 
     # --- groups of ranks --------------------------------------------------------------------------------------------

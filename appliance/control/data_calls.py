@@ -388,23 +388,29 @@ class DataCalls:
         session, keys, deadline_ms = self._read(principal, request)
         place = self._awaited.enter(principal.name, len(keys))
         try:
-            async with aclosing(self._await(session, keys, deadline_ms)) as replies:
+            async with aclosing(self._await(session, keys, deadline_ms, request.pending_only)) as replies:
                 async for reply in replies:
                     yield reply
         finally:
             place.leave()
 
     async def _await(
-        self, session: Session, keys: list[BlockKey], deadline_ms: int
+        self, session: Session, keys: list[BlockKey], deadline_ms: int, pending_only: bool
     ) -> AsyncGenerator[pb.WaitReply, None]:
-        clock, waiters = self._node.engine.clock, self._node.engine.waiters
+        clock, waiters, writes = self._node.engine.clock, self._node.engine.waiters, self._node.writes
         until_ms = clock.monotonic_ms() + deadline_ms
         _, digests, rows = self._node.blocks.find(session, keys)
-        there = np.flatnonzero(rows >= 0).tolist()
-        waiting = {waiters.add(digests[i].tobytes()): i for i in np.flatnonzero(rows < 0).tolist()}
+        codes = dict.fromkeys(np.flatnonzero(rows >= 0).tolist(), OK)
+        waiting: dict[asyncio.Future[int], int] = {}
+        for i in np.flatnonzero(rows < 0).tolist():
+            digest = digests[i].tobytes()
+            if pending_only and writes.pending(digest) is None:
+                codes[i] = Absent.code
+            else:
+                waiting[waiters.add(digest)] = i
         try:
-            if there:
-                yield pb.WaitReply(indices=pack("u32", there), status=pack("u16", [OK] * len(there)))
+            if codes:
+                yield pb.WaitReply(indices=pack("u32", list(codes)), status=pack("u16", list(codes.values())))
             while waiting:
                 left_ms = until_ms - clock.monotonic_ms()
                 done, _ = await asyncio.wait(

@@ -267,6 +267,8 @@ class Writes:
     def _forget(self, write: PendingWrite) -> None:
         self._by_digest.pop(write.digest, None)
         write.session.writes.pop(write.write_id, None)
+        # Who waits learns at once that this producer is gone; those of a commit that succeeded were told before.
+        self._e.waiters.wake([write.digest], Absent.code)
 
     # ------------------------------------------------------------------------------------------------ Commit
 
@@ -544,8 +546,6 @@ class Writes:
     def _free(self, write: PendingWrite) -> None:
         self._e.space.give(cast(Extent, write.extent), write.scope)
         self._forget(write)
-        # those who wait learn at once that this producer is gone
-        self._e.waiters.wake([write.digest], Absent.code)
 
     async def sweep(self) -> int:
         """Take back writes whose deadline passed. How many; raises `Unavailable` when the target does not answer."""

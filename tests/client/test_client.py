@@ -236,6 +236,17 @@ def test_wait_for_another_client(shared_node: NodeProcess, client: Client) -> No
     assert got[1] in ("absent", "deadline_exceeded")
 
 
+def test_who_waits_for_a_write_waits_for_no_other(shared_node: NodeProcess, client: Client) -> None:
+    assert client.wait([b"nobody writes this"], 20_000, pending_only=True) == ["absent"]
+    with shared_node.connect(options=OPTIONS) as writer:
+        plan = writer.allocate([b"being written"], lengths=[4])
+        assert client.wait([b"being written"], 1, pending_only=True) == ["deadline_exceeded"]
+        writer.abort(plan)
+        assert client.wait([b"being written"], 20_000, pending_only=True) == ["absent"]
+        writer.put([b"being written"], [b"here"])
+        assert client.wait([b"being written"], 20_000, pending_only=True) == ["ok"]
+
+
 def test_watch(client: Client) -> None:
     seen: list[Any] = []
     watching = client.watch()

@@ -270,7 +270,7 @@ def test_other_bytes_for_a_tile_give_the_block_up_and_no_other(ranks: Ranks) -> 
     assert {r.reason for r in leader.put_tiles(plan, tiles, mine)} == {"pending"}
     again = [part(value(9), tiles), part(value(2), tiles)]
     assert [r.reason for r in follower.put_tiles(plan, tiles, again)] == ["grid_invalid", "pending"]
-    assert leader.wait([b"quarrel"], 20_000) == ["absent"], "nobody writes it any more"
+    assert leader.wait([b"quarrel"], 20_000, pending_only=True) == ["absent"], "nobody writes it any more"
     eventually(lambda: leader.put([b"bystander"], [value(3)])[0].present, "the leader to connect again")
     rest = tuple(range(2, 8))
     results = leader.put_tiles(plan, rest, [part(value(1), rest), part(value(2), rest)])
@@ -356,7 +356,7 @@ def test_a_rank_that_dies_leaves_nothing(shared_node: NodeProcess) -> None:
         assert leader.put_tiles(plan, range(4), [part(value(1), range(4))])[0].reason == "pending"
         follower.process.send_signal(signal.SIGKILL)
         follower.end()
-        assert leader.wait([b"dead"], 20_000) == ["absent"]
+        assert leader.wait([b"dead"], 20_000, pending_only=True) == ["absent"]
         after = {n.name: (n.used_bytes, n.pending_bytes) for n in admin.list_namespaces()}
         assert after == before and admin.status().pending_writes == 0
     assert witness.put(plan, range(4, 8), [value(1)]) in REFUSED
@@ -373,7 +373,7 @@ def test_a_leader_that_dies_leaves_nothing(shared_node: NodeProcess) -> None:
     leader.process.kill()
     leader.end()
     assert ranks.put(plan, 1, [value(1)]) == ["pending"]
-    assert ranks.clients[0].wait([b"orphan"], 20_000) == ["absent"]
+    assert ranks.clients[0].wait([b"orphan"], 20_000, pending_only=True) == ["absent"]
     # The session lives on: another of its ranks leads.
     eventually(lambda: ranks.clients[1].allocate([b"orphan"]).reasons == ("ok",), "the extent to be free")
     assert stored(shared_node, b"orphan") is None
@@ -389,7 +389,7 @@ def test_a_stopped_rank_writes_nothing_when_it_goes_on(shared_node: NodeProcess)
     assert sleeper.process.stdin is not None
     line = ("tiles", plan.to_bytes().hex(), "4,5,6,7", part(value(9), range(4, 8)).hex())
     print(*line, file=sleeper.process.stdin, flush=True)
-    assert leader.wait([b"slept"], 20_000) == ["absent"]
+    assert leader.wait([b"slept"], 20_000, pending_only=True) == ["absent"]
     eventually(lambda: leader.put([b"slept"], [value(2)])[0].present, "the leader to connect again")
     os.kill(sleeper.process.pid, signal.SIGCONT)
     assert sleeper.process.stdout is not None

@@ -1247,6 +1247,9 @@ class WaitRequest(_message.Message):
 
     CONTEXT_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    PENDING_ONLY_FIELD_NUMBER: _builtins.int
+    pending_only: _builtins.bool
+    """a key that nobody is writing is Absent at once, not waited for"""
     @_builtins.property
     def context(self) -> Global___Context: ...
     @_builtins.property
@@ -1256,10 +1259,11 @@ class WaitRequest(_message.Message):
         *,
         context: Global___Context | None = ...,
         keys: Global___Keys | None = ...,
+        pending_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "keys", b"keys"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "keys", b"keys", "pending_only", b"pending_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
