@@ -369,8 +369,10 @@ class NodeDrives:
             drive.doubted = False
             if drive.full and found.free_bytes is not None:
                 drive.full = found.free_bytes < self._region_bytes
-            watched.wait_ms = _AGAIN_MS
-            if any(self._lacks_volume(n, drive) for n in self._state.namespaces) and not drive.full:
+            if drive.full or not self._lacks_volumes(drive):
+                watched.wait_ms = _AGAIN_MS
+            elif self._e.clock.monotonic_ms() >= watched.again_ms:
+                self._later(watched)
                 async with self._changing:
                     await self._complete()
         elif found.state is DriveState.SERVING and not (watched.starved and found.free_bytes == 0):
@@ -384,8 +386,12 @@ class NodeDrives:
             await self.lose(drive, found.state, found.reason)
             self._later(watched)
 
-    def _lacks_volume(self, namespace: Namespace, drive: Drive) -> bool:
-        return not namespace.deleting and all(v.drive != drive.name for v in self._state.volumes_of(namespace.id))
+    def _lacks_volumes(self, drive: Drive) -> bool:
+        """Whether there is a namespace that could have a volume there and has none."""
+        having = {v.namespace for v in self._state.volumes if v.drive == drive.name}
+        if having and is_device(Path(drive.path)):
+            return False  # it belongs to one namespace
+        return any(not n.deleting and n.id not in having for n in self._state.namespaces)
 
     def _later(self, watched: _Watched) -> None:
         watched.again_ms = self._e.clock.monotonic_ms() + watched.wait_ms
