@@ -200,12 +200,15 @@ class Rpc:
                     self._streamed = {}
             timeout_s = self.left_ms(deadline_ms) / 1000
         try:
-            return method(request, timeout=timeout_s, metadata=self._named())
+            reply = method(request, timeout=timeout_s, metadata=self._named())
         except grpc.RpcError as e:
             error = self._translate(e, timeout_s)
             raise (_RanOut(error) if _ran_out(e) else error) from None
         except ValueError as e:  # what grpc raises on a closed channel
             raise self._is_closed() from e
+        if reply is None:  # a good status without a message, as gRPC gives it
+            raise ProtocolError("the node's answer lacks its message")
+        return reply
 
     def _by_stream(self, name: str, reply: type[Any], request: Any, timeout_s: float) -> Any:
         try:

@@ -104,7 +104,6 @@ def cut_at(node: Proxied, cut: Cut) -> None:
     node.proxy.arm(cut)
     before = node.proxy.cuts
     eventually(lambda: work(node, name) and node.proxy.cuts > before, f"{name}: recovery", 120)
-    node.expect_nothing_held()
     if cut.step.startswith(PROBE):  # two in a row that fail are a target that hangs, and this was one
         answers = node.proxy.seen[f"{PROBE}.response"]
         eventually(lambda: node.proxy.seen[f"{PROBE}.response"] > answers + 1, "a probe is answered")
@@ -120,6 +119,7 @@ def test_what_is_asked_of_a_target(node: Proxied) -> None:
 def test_one_cut_of_each_kind(node: Proxied) -> None:
     cut_at(node, Cut("forebay_grants_add.request", Moment.AFTER, Action.CLOSE))
     cut_at(node, Cut("nvmf_subsystem_add_host.request", Moment.BEFORE, Action.SILENCE))
+    node.expect_nothing_held()
 
 
 @pytest.mark.long
@@ -127,3 +127,4 @@ def test_one_cut_of_each_kind(node: Proxied) -> None:
 def test_cut_at_every_request(node: Proxied, moment: Moment, action: Action) -> None:
     for step in sorted(steps(node)):
         cut_at(node, Cut(step, moment, action))
+    node.expect_nothing_held()  # a host whose answer was lost goes with the next comparison, within half a minute

@@ -196,6 +196,8 @@ class _Link:
                     if self._silent.is_set():
                         self._over.wait()
                         return
+                    if self._over.is_set():
+                        return  # nothing goes on behind a gap
         except OSError:
             pass  # a peer is gone: so is the link
         finally:
