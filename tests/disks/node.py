@@ -115,6 +115,13 @@ class FaultyNode:
         answer = httpx.get(f"http://{self.about['http']}/readyz", timeout=30, trust_env=False)
         return answer.status_code, answer.json()
 
+    def degraded(self) -> dict[str, Any]:
+        """What /readyz answers once it knows of a problem: it looks once a second at most. The node is ready."""
+        eventually(lambda: self.ready()[1]["problems"], "a problem is told")
+        status, body = self.ready()
+        assert (status, body["ready"], body["reads"]) == (200, True, True)
+        return body
+
     def metric(self, sample: str) -> float:
         """One sample of /metrics, as it stands there."""
         text = httpx.get(f"http://{self.about['http']}/metrics", timeout=30, trust_env=False).text
