@@ -134,9 +134,9 @@ class Node(NodeProcess):
         assert not own_threads()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """One node for the tests of a module."""
+    """One node for all tests that leave it as it was."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)

@@ -45,7 +45,7 @@ def address(node: Node, which: str) -> tuple[str, int]:
     return host, int(port)
 
 
-@pytest.mark.parametrize("which", ["nvme", "grpc", "http"])
+@pytest.mark.parametrize("which", ["nvme", "grpc", pytest.param("http", marks=pytest.mark.long)])
 def test_a_crowd_at_one_door(small: SmallNode, which: str) -> None:
     process: Process = small.target if which == "nvme" else small.daemon
     with small.connect(options=CALM) as client:
@@ -59,7 +59,7 @@ def test_a_crowd_at_one_door(small: SmallNode, which: str) -> None:
                 crowd.append(sock)
             eventually(lambda: process.descriptors > FILES / 2, "the crowd is in")
             began_s, cpu_s = time.monotonic(), process.cpu_s
-            while time.monotonic() - began_s < 3:
+            while time.monotonic() - began_s < 1.5:
                 assert works(client), "who is there goes on"
                 time.sleep(0.1)
             busy = (process.cpu_s - cpu_s) / (time.monotonic() - began_s)
