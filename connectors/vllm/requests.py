@@ -38,8 +38,9 @@ class Tracked:
 
     ``asked_at_ms`` is when the probe was begun, ``preemptions`` how often the request had been preempted then.
     ``first`` is the first block that the engine lacked when it last asked, ``wanted`` how many from there on are worth
-    loading, ``considered`` how many blocks were looked at for saving. A request whose load failed is ``computed``: it
-    is not looked up again, so that it comes to an end.
+    loading, ``considered`` how many blocks were looked at for saving. ``loading`` are the engine's blocks of the load
+    under way, and ``failed`` whether a rank has said that it lacks one of them, as it may before the last one has
+    ended. A request whose load failed is ``computed``: it is not looked up again, so that it comes to an end.
     """
 
     request: Any
@@ -49,9 +50,15 @@ class Tracked:
     first: int = 0
     considered: int = 0
     loading: tuple[int, ...] = ()
+    failed: bool = False
     counted: bool = False
     wanted: int = 0
     computed: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether its hashes say all about its blocks: identifiers of images do not. A resumed session may get some."""
+        return not self.request.mm_features and self.request.prompt_embeds is None
 
     @property
     def answer(self) -> Probe | None:

@@ -98,10 +98,8 @@ class SchedulerHalf:
         tracked.probe, tracked.counted = None, False
         tracked.preemptions = request.num_preemptions
         client = self._client()
-        if client is None or tracked.computed or self._mode.now == "off":
+        if client is None or tracked.computed or not tracked.plain or self._mode.now == "off":
             return
-        if request.mm_features or request.prompt_embeds is not None:
-            return  # hashed by identifiers that do not say all about how they were made
         hashes = [bytes(block_hash) for block_hash in request.block_hashes[:MAX_BATCH_KEYS]]
         tracked.asked_at_ms = self._clock.monotonic_ms()
         adapter, salt = request.lora_request, request.cache_salt or ""
@@ -175,7 +173,7 @@ class SchedulerHalf:
         answer = tracked.answer
         assert answer is not None and answer.variant is not None, "the scheduler was told that there is something"
         rows = range(tracked.first, tracked.first + tokens // self._block_tokens)
-        tracked.loading = tuple(blocks[rows.start : rows.stop])
+        tracked.loading, tracked.failed = tuple(blocks[rows.start : rows.stop]), False
         self._guard.began(request.request_id, len(rows))
         self._loads.append(Load(request.request_id, tracked.keys(answer.variant, rows), tracked.loading))
 
@@ -234,7 +232,9 @@ class SchedulerHalf:
     def _whole_blocks(self, tracked: Tracked, scheduled: int, state: Any, blocks: dict[bytes, int]) -> None:
         """Add a request's blocks that are whole after this step, and that nobody has as far as is known, by key."""
         request, answer = tracked.request, tracked.answer
-        if answer is None or answer.variant is None or request.num_prompt_tokens < self._settings.save_min_tokens:
+        if answer is None or answer.variant is None or not tracked.plain:
+            return
+        if request.num_prompt_tokens < self._settings.save_min_tokens:
             return
         # Tokens whose KV there will be, without those that are only guessed: the engine hashes accepted ones alone.
         tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
@@ -270,13 +270,15 @@ class SchedulerHalf:
 
     def heard(self, report: WorkerReport, received: set[str], failed_blocks: set[int]) -> None:
         """What happened at the workers in a step: ``received`` are requests whose load has ended, well or not."""
+        if failed_blocks:
+            for tracked in self._requests.values():
+                tracked.failed = tracked.failed or not failed_blocks.isdisjoint(tracked.loading)
         for ident in received:
             tracked = self._requests.get(ident)
             if tracked is None:
                 continue
-            failed = bool(failed_blocks.intersection(tracked.loading))
-            self._guard.ended(ident, None if failed else report.loaded.get(ident))
-            if failed:
+            self._guard.ended(ident, None if tracked.failed else report.loaded.get(ident))
+            if tracked.failed:
                 tracked.lost()
             tracked.loading = ()
         for rank, (number, host) in report.joined.items():

@@ -185,6 +185,17 @@ def test_a_request_whose_load_failed_is_not_asked_again_and_saved_anew(make: Mak
     assert bench.arrive(other) == (BLOCKS * BLOCK, True), "another request may try"
 
 
+def test_one_rank_may_say_that_it_lacks_a_block_before_the_last_one_has_ended(make: Make) -> None:
+    bench, request = make(ranks=2), Request("r", hashes("c"))
+    bench.put(request.block_hashes)
+    assert bench.arrive(request) == (BLOCKS * BLOCK, True)
+    bench.half.allocated(request, list(range(BLOCKS)), BLOCKS * BLOCK)
+    bench.half.step(Output())
+    bench.half.heard(WorkerReport(loaded={"r": 0.1}), set(), {0})
+    bench.half.heard(WorkerReport(loaded={"r": 0.2}), {"r"}, set())
+    assert bench.half.matched(request, 0) == (0, False), "vLLM comes back at once: no livelock"
+
+
 def test_blocks_of_a_failed_load_are_saved_again(make: Make) -> None:
     bench, request = make(), Request("r", hashes("d"))
     bench.put(request.block_hashes)
@@ -232,6 +243,10 @@ def test_what_cannot_be_told_apart_is_left_alone(make: Make) -> None:
         request = Request(next(iter(odd)), hashes("h"), **odd)
         assert bench.arrive(request) == (0, False)
         assert bench.compute(request, request.num_prompt_tokens).saves == ()
+    later = Request("later", hashes("later"))
+    bench.arrive(later)
+    later.mm_features = (1,)  # as a session gets with its next input
+    assert bench.compute(later, later.num_prompt_tokens).saves == ()
     salted = Request("s", hashes("h"), cache_salt="x")
     assert bench.arrive(salted) == (0, False)
     (save,) = bench.compute(salted, salted.num_prompt_tokens).saves
