@@ -90,7 +90,7 @@ class Node(NodeProcess):
 
     def held(self) -> dict[str, int]:
         """What the daemon and the target hold for clients, by name; without clients all is zero."""
-        with Admin(self.url, token=self.token) as admin:
+        with Admin(self.url, token=self.token, deadline_ms=60_000, attempt_ms=10_000) as admin:
             status = admin.status()
         with self.rpc() as rpc:
             subsystems = [one for one in rpc.nvmf_get_subsystems() if "namespaces" in one]

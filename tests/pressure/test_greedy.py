@@ -99,7 +99,7 @@ def test_a_client_that_reads_nothing_ends(node: Node, method: str) -> None:
 
 def test_a_flood_by_one_principal_does_not_stop_another(node: Node) -> None:
     """The one that floods is told to come back, or waits; the others' calls and sessions go on."""
-    with Admin(node.url, token=node.token) as admin:
+    with Admin(node.url, token=node.token, deadline_ms=60_000, attempt_ms=10_000) as admin:
         token = admin.create_principal("flood").token
         admin.set_grant("flood", "default/default", ["read", "write", "delete"])
     opening = Opening("default/default", Schema.opaque(), 0)
@@ -134,7 +134,7 @@ def test_a_flood_by_one_principal_does_not_stop_another(node: Node) -> None:
         assert other.stats.reopened == 0
     for flooder in flooders:
         flooder.close()
-    with Admin(node.url, token=node.token) as admin:
+    with Admin(node.url, token=node.token, deadline_ms=60_000, attempt_ms=10_000) as admin:
         admin.delete_principal("flood")
     node.expect_nothing_held()
 
