@@ -98,6 +98,9 @@ class Link:
                     warned = True
             except Exception:  # the engine must live on, without storage
                 _log.exception("%s: no connection, and no further attempt", self._what)
+                with self._changed:
+                    self._tried = True
+                    self._changed.notify_all()
                 return
             else:
                 with self._changed:

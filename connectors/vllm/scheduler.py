@@ -148,7 +148,7 @@ class SchedulerHalf:
             tracked.counted = True
             tracked.wanted = self._decide(answer, tracked.first, blocks)
         blocks = min(blocks, tracked.wanted)
-        if not blocks or self._mode.now != "on":
+        if not blocks or self._mode.now != "on" or self._session() is None:
             return 0, False
         return blocks * self._block_tokens, True
 
@@ -186,14 +186,15 @@ class SchedulerHalf:
         dropped: list[int] = []
         try:
             plans, dropped = self._saves.tell()
-            if self._mode.now == "on" and self._settings.save != "none":
+            if self._mode.now == "on" and self._session() is not None and self._settings.save != "none":
                 saves = self._to_save(output)
         except Exception:  # loads must begin whatever becomes of saves: requests wait for them
             _log.exception("no saves in this step")
         loads, self._loads = tuple(self._loads), []
         idle = not output.total_num_scheduled_tokens
         self._steps.append((self._clock.monotonic_ms(), output.total_num_scheduled_tokens))
-        return StepWork(self._to_offer(), loads, saves, tuple(plans), tuple(dropped), idle)
+        offer = self._offer if len(self._saves.hosts) < self._ranks else None
+        return StepWork(offer, loads, saves, tuple(plans), tuple(dropped), idle)
 
     def stepped(self) -> None:
         """The output of the oldest step under way is there: learn how long it took."""
@@ -205,16 +206,19 @@ class SchedulerHalf:
         self._guard.computed(tokens, (now_ms - max(began_ms, self._stepped_ms)) / 1000)
         self._stepped_ms = now_ms
 
-    def _to_offer(self) -> SessionOffer | None:
+    def _session(self) -> SessionOffer | None:
+        """The session that workers join, if there is one: without it they are given nothing to do."""
         client = self._client()
-        if client is None or self._schema is None or self._mode.now != "on":
-            return None
-        if self._offer is None or (self._ranks > 1 and self._offer.token != client.join_token):
-            # Several ranks write together in one session only: when it was lost, they join the new one.
+        if client is None or self._schema is None:
+            return self._offer
+        # Several ranks write together in one session only: when it was lost, they join the new one. One alone that has
+        # joined goes on in a session of its own; before that it would ask for one that is gone for ever.
+        stays = self._ranks == 1 and self._saves.hosts
+        if self._offer is None or (self._offer.token != client.join_token and not stays):
             number = self._offer.number + 1 if self._offer else 1
             self._offer = SessionOffer(number, client.join_token, self._schema.cbor)
             self._saves.hosts.clear()
-        return self._offer if len(self._saves.hosts) < self._ranks else None
+        return self._offer
 
     def _to_save(self, output: Any) -> tuple[Save, ...]:
         client, link = self._client(), self._link

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -72,6 +73,9 @@ def test_a_mistake_of_ours_ends_attempts_and_not_the_engine(caplog: pytest.LogCa
     link = link_to(fail, ManualClock())
     eventually(lambda: "no further attempt" in caplog.text, "the end")
     assert link.client is None
+    began = time.monotonic()
+    assert link.wait(60_000) is None
+    assert time.monotonic() - began < 50, "nothing comes any more, and nobody waits for it"
     link.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any, TypeVar
 
@@ -273,6 +274,33 @@ def test_a_node_that_does_not_answer_is_not_waited_for(make: Make, shared_node: 
     finally:
         os.kill(shared_node.process.pid, signal.SIGCONT)
     assert sum(bench.count(f"missed_blocks:{why}") for why in ("deadline_exceeded", "unavailable")) == BLOCKS
+
+
+def test_workers_have_a_session_for_whatever_they_are_to_do(make: Make) -> None:
+    bench, stored, new = make(), Request("s", hashes("o")), Request("n", hashes("p"))
+    bench.put(stored.block_hashes)
+    assert bench.arrive(new) == (0, False)
+    assert bench.arrive(stored) == (BLOCKS * BLOCK, True)
+    link = bench.half._link
+    assert link is not None
+    for _ in range(3):
+        link.note(["unavailable"])
+    assert link.client is None, "the node is left alone from now on"
+    bench.half.allocated(stored, list(range(BLOCKS)), BLOCKS * BLOCK)
+    work = bench.compute(new, new.num_prompt_tokens)
+    assert work.offer is not None and work.loads
+
+
+def test_a_rank_that_comes_late_is_not_sent_to_a_session_that_is_gone(make: Make) -> None:
+    bench = make()
+    offer = bench.half.step(Output()).offer
+    assert offer is not None and bench.half.step(Output()).offer == offer
+    gone = bench.half._offer = replace(offer, token=b"of a session that was lost")
+    newer = bench.half.step(Output()).offer
+    assert newer == replace(offer, number=2)
+    bench.half.heard(WorkerReport(joined={0: (2, "host")}), set(), set())
+    bench.half._offer = gone
+    assert bench.half.step(Output()).offer is None, "who has joined opens one of its own"
 
 
 class Ranks:
