@@ -14,6 +14,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +28,11 @@ log = logging.getLogger(__name__)
 
 MAX_SOCKET_PATH_BYTES = 107
 """`sockaddr_un.sun_path` has 108 bytes and ends with a zero."""
-HUNG_AFTER_PROBES = 2
-"""Time-outs one after the other that count as a hang. One alone may be ours: a daemon that was stopped itself finds,
-when it goes on, that the time of its last probe has passed."""
+HUNG_AFTER_PROBES = 3
+"""Probes without an answer, one after the other, that count as a hang. One alone may be ours: a daemon that was stopped
+itself finds, when it goes on, that the time of its last probe has passed. And a machine with more to do than it can
+makes answers late for a while: to replace a target that works takes all hosts their connections, where one that hangs
+costs some seconds of misses more."""
 LOG_TAIL_BYTES = 2000
 TARGET_COMMAND = (sys.executable, "-m", "forebay.appliance.dataplane.target")
 
@@ -171,14 +174,14 @@ class Supervisor:
         if known is not None and known.socket != str(self._socket):
             # The directory for temporary files moved since; the target listens where it was started.
             await self._use_socket(Path(known.socket))
-        try:
-            pid, self._boot_id = await self._probe()
-        except ForebayError:
+        answer = await self._first_answer()
+        if answer is None:
             process = Process.find(known) if known is not None else None
             if process is not None:
                 log.warning("target %d runs but does not answer: it is replaced", process.name.pid)
                 await self._end(process, gently=False)
             return False
+        pid, self._boot_id = answer
         name = ProcessName.of(pid, self._socket)
         process = Process.find(name) if name is not None else None
         if process is None:
@@ -187,6 +190,13 @@ class Supervisor:
         self._process = process
         log.info("target %d found running", pid)
         return True
+
+    async def _first_answer(self) -> tuple[int, str] | None:
+        """`_probe`, as often as it takes to tell what hangs from what is late; None if nobody answers."""
+        for _ in range(HUNG_AFTER_PROBES):
+            with suppress(ForebayError):
+                return await self._probe()
+        return None
 
     async def _use_socket(self, socket: Path) -> None:
         await self._rpc.close()
@@ -261,15 +271,15 @@ class Supervisor:
 
     async def _until_failed(self) -> str:
         """Wait until the target is dead, hung or another one; says which."""
-        timeouts = 0
+        unanswered = 0
         while (process := self._process) is not None:
             if await process.wait(self._times.probe_interval_s):
                 return process.exit_text
             try:
                 pid, boot_id = await self._probe()
             except Unavailable as error:
-                timeouts += 1
-                if timeouts >= HUNG_AFTER_PROBES and process.running:
+                unanswered += 1
+                if unanswered >= HUNG_AFTER_PROBES and process.running:
                     return f"{process.name.pid} hangs ({error})"
                 continue
             if boot_id != self._boot_id:
@@ -278,7 +288,7 @@ class Supervisor:
                 if intruder is not None and pid != process.name.pid:
                     await self._end(intruder, gently=False)  # it would hold on to our volumes
                 return f"another target ({boot_id}) answered on the socket"
-            timeouts = 0
+            unanswered = 0
             if not self._replayed:
                 await self._replay()
         return "none runs"

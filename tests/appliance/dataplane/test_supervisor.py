@@ -234,6 +234,29 @@ class TestFailures:
             assert not await second.start()
             assert second.pid != pid and not alive(pid)
 
+    async def test_a_target_that_is_late_when_the_daemon_starts_is_kept(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = Supervisor(tmp_path, NODE, nothing, times=TIMES)
+        await first.start()
+        pid = first.pid
+        assert pid is not None
+        await first.detach()
+        os.kill(pid, signal.SIGSTOP)
+        async with supervised(tmp_path, times=replace(TIMES, probe_timeout_s=1.0)) as second:
+            ask = second._probe
+
+            async def probe() -> tuple[int, str]:
+                try:
+                    return await ask()
+                except Unavailable:
+                    os.kill(pid, signal.SIGCONT)
+                    raise
+
+            monkeypatch.setattr(second, "_probe", probe)
+            assert await second.start()
+            assert second.pid == pid and second.restarts == 0
+
     async def test_a_target_whose_socket_is_gone_is_replaced(self, tmp_path: Path) -> None:
         async with supervised(tmp_path) as supervisor:
             await supervisor.start()
