@@ -183,11 +183,14 @@ class _Workers:
         self._count = 0
 
     def start(self, job: Callable[[], None]) -> None:
-        """Run it in a thread that has nothing to do, or in a new one. For the connection's thread alone."""
-        self._jobs.put(job)
+        """Run it in a thread that has nothing to do, or in a new one. For the connection's thread alone.
+
+        Raises RuntimeError if there can be no new one; the job is not run then, and not later either.
+        """
         if not self._idle.acquire(blocking=False):
-            self._count += 1
             Thread(target=self._run, name="rpc call", daemon=True).start()
+            self._count += 1
+        self._jobs.put(job)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -521,3 +522,34 @@ def test_a_waiting_call_holds_up_no_other(control: Control, monkeypatch: pytest.
         assert json.loads(sock.recv(65536))["id"] == 2
         opened.set()
         assert json.loads(sock.recv(65536)) == {"jsonrpc": "2.0", "id": 1, "result": {"result": "flushed"}}
+
+
+def test_a_call_for_which_there_was_no_thread_is_not_carried_out_later(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever was told that the target is busy takes it for not done."""
+    control.volume("v")
+    released: list[tuple[int, int]] = []
+    monkeypatch.setattr(control.server.volumes["v"], "release_region", lambda *where: released.append(where))
+    real, no_more = threading.Thread.start, threading.Event()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "rpc call" and not no_more.is_set():
+            no_more.set()
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    places = [(ident, ident * MIB) for ident in (1, 2)]
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(20)
+        sock.connect(str(control.socket))
+        answers = []
+        for ident, offset_bytes in places:
+            params = {"name": "v", "offset_bytes": offset_bytes, "length_bytes": MIB}
+            call = {"jsonrpc": "2.0", "method": "forebay_region_release", "params": params, "id": ident}
+            sock.sendall(json.dumps(call).encode())
+            answers.append(json.loads(sock.recv(65536)))
+    assert answers[0]["error"]["code"] == -errno.EBUSY
+    assert answers[1] == {"jsonrpc": "2.0", "id": 2, "result": True}
+    assert released == [(2 * MIB, MIB)]
