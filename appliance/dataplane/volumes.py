@@ -136,8 +136,11 @@ def discard_drive(drive: Path, node_id: bytes) -> list[Path]:
         if identity is not None and identity.node_id == node_id:
             return []
         if is_device(drive):
+            if identity is None:
+                return []  # whatever is on it is not ours
+            _require_closed(drive)
             discard_device(drive)
-            return [drive] if identity is not None else []
+            return [drive]
         volumes = sorted((drive / "volumes").glob("*.vol"))
         for volume in volumes:
             _require_closed(volume)

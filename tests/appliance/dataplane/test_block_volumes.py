@@ -13,16 +13,18 @@ from pathlib import Path
 import pytest
 
 from forebay.appliance.dataplane.block_volumes import BlockVolumes
+from forebay.appliance.dataplane.target.volume import Volume
 from forebay.appliance.dataplane.volumes import (
     LABEL_BYTES,
     FileVolumes,
     claim_drive,
+    discard_drive,
     drive_space,
     open_drive,
     require_capacity,
     volumes_on,
 )
-from forebay.errors import CapacityShort, InvalidArgument, VolumeMismatch
+from forebay.errors import CapacityShort, DataDirInUse, InvalidArgument, VolumeMismatch
 from forebay.ids import NamespaceId, VolumeId
 from tests.appliance.dataplane.test_volumes import NODE, OTHER_NODE, REGION, label
 from tests.appliance.loop_device import loop_device
@@ -63,6 +65,22 @@ def test_a_device_with_anything_on_it_is_left_alone(device: Path, offset_bytes: 
         claim_drive(device, NODE)
     with device.open("rb") as file:
         assert file.read(1 << 20).strip(b"\0") == b"\x55"
+
+
+def test_only_what_is_a_drive_of_forebays_is_discarded(device: Path) -> None:
+    overwrite(device, b"a file system", 0)
+    assert discard_drive(device, NODE) == []
+    assert device.read_bytes()[:13] == b"a file system"
+    overwrite(device, bytes(13), 0)
+    identity = claim_drive(device, OTHER_NODE)
+    assert discard_drive(device, OTHER_NODE) == []
+    target = Volume("vol", device)
+    with pytest.raises(DataDirInUse):
+        discard_drive(device, NODE)
+    target.close()
+    assert open_drive(device, OTHER_NODE, identity.drive_uuid) == identity
+    assert discard_drive(device, NODE) == [device]
+    assert claim_drive(device, NODE).drive_uuid != identity.drive_uuid
 
 
 def test_a_device_that_is_in_use_is_left_alone(device: Path) -> None:
