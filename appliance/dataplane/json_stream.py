@@ -47,7 +47,8 @@ class JsonStream:
         ends = data.rstrip(_SPACE.encode()).endswith((b"}", b"]"))
         if not ends and len(self._pending) < max(_LOOK_BYTES, len(self._text)):
             if not self._text:
-                _check_start(self._pending[:64].decode("utf-8", "replace").lstrip(_SPACE))
+                self._pending = self._pending.lstrip(_SPACE.encode())  # no value begins with that
+                _check_start(self._pending[:1].decode("utf-8", "replace"))
             return
         text, at = self._text + self._characters.decode(self._pending), 0
         self._pending.clear()

@@ -118,6 +118,14 @@ class TestStream:
         with pytest.raises(ProtocolError):
             list(JsonStream(1 << 20).feed(data))
 
+    @pytest.mark.parametrize("pause", [b"\n", b" \r\n", b"\0"])
+    def test_space_between_values_is_the_begin_of_none(self, pause: bytes) -> None:
+        stream = JsonStream(1 << 20)
+        assert list(stream.feed(b'{"a": 1}')) == [{"a": 1}]
+        assert list(stream.feed(pause)) == [] and not stream.unfinished
+        assert list(stream.feed(b"{")) == [] and stream.unfinished
+        assert list(stream.feed(b"}")) == [{}] and not stream.unfinished
+
     @pytest.mark.parametrize("piece_bytes", [1_000, 65_537, 300_001])
     def test_values_without_a_pause_between_them_come_before_the_end(self, piece_bytes: int) -> None:
         """No piece ends where a value ends, and all of them together are longer than one may be."""
