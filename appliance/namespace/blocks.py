@@ -14,10 +14,11 @@ Between two awaits nothing else runs: what a method checks and then changes with
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import struct
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -143,7 +144,8 @@ class BlockStat:
 class Verdict:
     """What `Blocks.verify` found, in blocks; those that ended meanwhile are in none of the counts.
 
-    ``unread``: the drive did not give the bytes. ``unknown``: the target did not answer.
+    ``unread``: the drive did not give the bytes. ``unknown``: the target did not answer, or they are bad and cannot be
+    deleted before metadata can be written again.
     """
 
     good: int = 0
@@ -153,7 +155,7 @@ class Verdict:
 
     @property
     def complete(self) -> bool:
-        """Whether the target could say of all."""
+        """Whether all are either served or gone."""
         return not self.unread + self.unknown
 
 
@@ -183,6 +185,10 @@ class _Retired(NamedTuple):
     ops: list[Op]
     numbers: range
 
+    @property
+    def keys(self) -> frozenset[StoredKey]:
+        return frozenset(self.stored_keys)
+
 
 class Blocks:
     """The engine's reading side."""
@@ -192,6 +198,7 @@ class Blocks:
         self._next_lease = int.from_bytes(engine.random(4), "little") << 16
         self._undurable: set[int] = set()  # retired rows whose delete is not in the log yet
         self._unwritten: deque[_Retired] = deque()
+        self._finishing = asyncio.Lock()
         self._schemas: dict[bytes, Schema] = {}
         self.suspects_left = True
         """Whether there may be blocks to verify."""
@@ -373,6 +380,8 @@ class Blocks:
 
     async def _pin_records(self, stored: Sequence[StoredKey], rows: Rows, pinned: bool) -> None:
         e = self._e
+        if e.store.problem is not None:
+            raise e.store.problem
         ops: list[Op] = []
         changed: list[StoredKey] = []
         for key, row in zip(stored, rows.tolist(), strict=True):
@@ -386,8 +395,11 @@ class Blocks:
             ops.append(Op("blocks", key, record.with_flags(flags).encode()))
         if ops:
             numbers, logged = e.changes.enter(changed)
-            await e.store.write(ops + logged)
-            e.changes.settle(numbers)
+            try:
+                await e.store.write(ops + logged)
+            finally:
+                # of one that failed nobody is told, so it may be in the record, in a checkpoint, in both or neither
+                e.changes.settle(numbers)
 
     def unpin_all(self, session: Session) -> None:
         """End a session's pins."""
@@ -489,11 +501,22 @@ class Blocks:
 
     async def finish_deletes(self) -> None:
         """Write the deletes that could not be written, if metadata can be again. Raises what keeps it from that."""
-        while self._unwritten and self._e.store.problem is None:
-            retired = self._unwritten[0]
-            await self._e.store.write(retired.ops)
-            self._unwritten.popleft()
-            self._retired(retired)
+        async with self._finishing:
+            while self._unwritten and self._e.store.problem is None:
+                retired = self._unwritten[0]
+                await self._e.store.write(retired.ops)
+                self._unwritten.popleft()
+                self._retired(retired)
+
+    async def let_deletes_pass(self, stored_keys: Collection[StoredKey]) -> None:
+        """Write the deletes of these keys that could not be written: later they would take new records with them.
+
+        One that is being written needs no wait: a record comes behind it, or fails as it did.
+        """
+        while any(not retired.keys.isdisjoint(stored_keys) for retired in self._unwritten):
+            if self._e.store.problem is not None:
+                raise self._e.store.problem
+            await self.finish_deletes()
 
     @property
     def delete_failed(self) -> bool:
@@ -627,6 +650,11 @@ class Blocks:
         standing = int(findable(e.index.state[rows]).sum())
         wrong = self._judge(rows, found)
         e.counters["blocks_verified"] += len(asked)
+        if wrong.size and e.store.problem is not None:
+            # they cannot be deleted at present: nobody gets them before they can be
+            e.index.state[wrong] = RowState.SUSPECT
+            self.suspects_left = True
+            return standing - len(wrong), 0, 0, len(wrong)
         if wrong.size:
             # a suspect may have been lost with the power: that says nothing of the medium
             settled = wrong[e.index.state[wrong] == RowState.VISIBLE]
@@ -641,6 +669,8 @@ class Blocks:
             return (0, 0, 1, 0) if drive is False else (0, 0, 0, 1)
         rows = np.array(list(asked), dtype=np.int64)
         rows = rows[findable(e.index.state[rows])]
+        if rows.size and e.store.problem is not None:
+            return 0, 0, 0, 1
         if rows.size:
             keys = [asked[row].stored_key for row in rows.tolist()]
             await self.retire(rows, keys, "bad", self._to_quarantine(rows, "read_error"))

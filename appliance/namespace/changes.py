@@ -2,7 +2,8 @@
 
 Each put or delete of a record carries, in the same batch, an entry ``number → stored key`` in the ``changes`` family.
 A start loads the checkpoint and looks up again only the keys that changed since. Numbers are also the sequences of
-commits. A change is *settled* when the index shows it; a checkpoint holds all settled changes.
+commits. A change is *settled* when the index shows it; a checkpoint holds all settled changes. One whose write failed
+is settled with the next of its key that is.
 """
 
 from __future__ import annotations
@@ -34,26 +35,33 @@ class ChangeLog:
         if len(last) != _KEY_BYTES:
             raise MetadataCorrupt(f"the change {last.hex()} does not decode", field="changes")
         self.last = max(self.base, int.from_bytes(last, "big"))
-        self._open: dict[int, int] = {}  # first number of a batch -> its last
+        self._open: dict[int, Sequence[StoredKey]] = {}  # first number of a batch -> its keys
+        self._unknown: dict[StoredKey, int] = {}  # keys whose records nobody knows -> their first number of that kind
 
     def enter(self, stored_keys: Sequence[StoredKey]) -> tuple[range, list[Op]]:
         """Numbers for a batch of changes, and what to write with it. `settle` them when the index shows them.
 
-        A batch whose write failed is never settled: nobody knows whether its records are there.
+        When the write fails, `fail` them, or write the same once more.
         """
         numbers = range(self.last + 1, self.last + 1 + len(stored_keys))
         self.last += len(stored_keys)
-        self._open[numbers.start] = self.last
+        self._open[numbers.start] = stored_keys
         return numbers, [Op("changes", _key(n), key) for n, key in zip(numbers, stored_keys, strict=True)]
 
     def settle(self, numbers: range) -> None:
-        """The index shows these."""
-        self._open.pop(numbers.start, None)
+        """The index shows these, and so nothing of earlier changes of their keys is unknown."""
+        for key in self._open.pop(numbers.start):
+            self._unknown.pop(key, None)
+
+    def fail(self, numbers: range) -> None:
+        """Nobody knows whether the records of these are there, until a later change of their keys is settled."""
+        for number, key in zip(numbers, self._open.pop(numbers.start), strict=True):
+            self._unknown.setdefault(key, number)
 
     @property
     def settled(self) -> int:
         """All changes up to this number are in the index."""
-        return min(self._open) - 1 if self._open else self.last
+        return min((*self._open, *self._unknown.values()), default=self.last + 1) - 1
 
     def skip_to(self, number: int) -> None:
         """Number later changes above ``number``, which a record carries."""

@@ -149,13 +149,12 @@ class Space:
     async def drop_volume(self, volume: VolumeId) -> None:
         """Forget a volume whose file is gone, and its regions."""
         async with self._changing:  # a claim under way ends first, and its record is seen here
+            ops = self._store.deletes("regions", volume.to_bytes(4, "big"))
+            await self._store.write(ops + self.quarantine.drop(volume))
             extents, gone = self.maps.pop(volume), self.volumes.pop(volume)
             self.specs.pop(volume, None)
             for owner in [o for o in self._scoped if o[0] == gone.namespace and not self.volumes_of(o[0])]:
                 del self._scoped[owner]
-            claimed = self._store.scan("regions", prefix=volume.to_bytes(4, "big"))
-            ops = [Op("regions", key, None) for key, _ in list(claimed)]
-            await self._store.write(ops + self.quarantine.drop(volume))
             drive = self.drives[gone.drive]
             drive.claimed_regions -= len(extents.claimed)
             drive.full = False
@@ -304,25 +303,31 @@ class Space:
                 try:
                     await self._store.write([Op("regions", key, _REGION_VALUE.pack(slot_bytes))])
                     crash_point("region.after_record_before_prepare")
-                    await self._target.prepare_region(
-                        self.specs[volume.id], number * self.region_bytes, self.region_bytes
-                    )
-                except (NoSpace, TargetFailed) as error:
-                    if isinstance(error, TargetFailed):
-                        self.drive_failed(volume.id, error)
-                    else:
-                        drive.full = True
-                    drive.claimed_regions -= 1
-                    await self._store.write([Op("regions", key, None)])
-                    continue
+                    prepared = await self._prepare(volume, number)
+                    if not prepared:
+                        await self._store.write([Op("regions", key, None)])
                 except BaseException:
                     # the record may be there: a claimed region without blocks is released at the next start
                     drive.claimed_regions -= 1
                     raise
-                crash_point("region.after_prepare")
-                extents.claim(number, slot_bytes)
-                return True
+                if prepared:
+                    crash_point("region.after_prepare")
+                    extents.claim(number, slot_bytes)
+                    return True
+                drive.claimed_regions -= 1
             return False
+
+    async def _prepare(self, volume: Volume, number: int) -> bool:
+        """Have the target prepare a region; False if the drive is full or failed."""
+        try:
+            await self._target.prepare_region(self.specs[volume.id], number * self.region_bytes, self.region_bytes)
+        except NoSpace:
+            self.drives[volume.drive].full = True
+            return False
+        except TargetFailed as error:
+            self.drive_failed(volume.id, error)
+            return False
+        return True
 
     async def reclaim(self, namespace: int) -> bool:
         """Release one empty region of any volume that shares a drive with the namespace; False if there is none."""

@@ -362,6 +362,7 @@ class Writes:
         else:
             await self._close_grants(group)
         crash_point("commit.after_data_before_metadata")
+        await self._blocks.let_deletes_pass([w.stored_key for w in group])
         try:
             self._blocks.admit(group[0].session)
         except StaleGeneration as error:
@@ -388,7 +389,11 @@ class Writes:
             records.append(record)
             ops.append(Op("blocks", write.stored_key, record.encode()))
             ops.append(Op("owners", owner_key(extent.volume, extent.offset_bytes), write.stored_key))
-        await e.store.write(ops + logged, durable=policy is not Durability.VOLATILE)
+        try:
+            await e.store.write(ops + logged, durable=policy is not Durability.VOLATILE)
+        except BaseException:
+            e.changes.fail(numbers)
+            raise
         crash_point("commit.after_metadata_before_visible")
         self._link(group, records)
         e.changes.settle(numbers)
@@ -540,7 +545,11 @@ class Writes:
             ops.append(Op("owners", owner_key(extent.volume, extent.offset_bytes), None))
         if ops:
             numbers, logged = self._e.changes.enter([w.stored_key for w in writes])
-            await self._e.store.write(ops + logged)
+            try:
+                await self._e.store.write(ops + logged)
+            except BaseException:
+                self._e.changes.fail(numbers)
+                raise
             self._e.changes.settle(numbers)
 
     def _free(self, write: PendingWrite) -> None:
