@@ -33,6 +33,8 @@ _log = logging.getLogger("vllm.forebay")
 
 _TOUCHED = 100_000
 """Blocks that are remembered for the policy of second touches."""
+_SAVE_BYTES = 16 << 20
+"""A step's blocks are saved in parts of about this size, so that those that find staging memory go, and go at once."""
 _LATE_MS = 100
 """A probe that has not answered this long after its deadline is not waited for."""
 
@@ -53,6 +55,7 @@ class SchedulerHalf:
         self._stepped_ms = 0
         self._link: Link | None = None
         self._schema: Schema | None = None
+        self._block_bytes = 0
         self._probing = ThreadPoolExecutor(2, "forebay-probe")
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
@@ -64,6 +67,7 @@ class SchedulerHalf:
         """Connect to the node; if that fails, go on trying in the background."""
         settings = self._settings
         self._schema = schema
+        self._block_bytes = schema.groups[0].layout().value_bytes
 
         def open_client() -> Client:
             return connect(
@@ -229,9 +233,11 @@ class SchedulerHalf:
             tracked = self._requests.get(ident)
             if tracked is not None:
                 self._whole_blocks(tracked, scheduled, output.kv_connector_block_state, blocks)
-        if not blocks:
-            return ()
-        return (self._saves.begin(link, client, self._scope(client), blocks),)
+        rows, each = list(blocks.items()), min(MAX_BATCH_KEYS, max(1, _SAVE_BYTES // self._block_bytes))
+        scope = self._scope(client)
+        return tuple(
+            [self._saves.begin(link, client, scope, dict(rows[i : i + each])) for i in range(0, len(rows), each)]
+        )
 
     def _whole_blocks(self, tracked: Tracked, scheduled: int, state: Any, blocks: dict[bytes, int]) -> None:
         """Add a request's blocks that are whole after this step, and that nobody has as far as is known, by key."""
@@ -275,8 +281,8 @@ class SchedulerHalf:
     def heard(self, report: WorkerReport, received: set[str], failed_blocks: set[int]) -> None:
         """What happened at the workers in a step: ``received`` are requests whose load has ended, well or not."""
         if failed_blocks:
-            for tracked in self._requests.values():
-                tracked.failed = tracked.failed or not failed_blocks.isdisjoint(tracked.loading)
+            for each in self._requests.values():
+                each.failed = each.failed or not failed_blocks.isdisjoint(each.loading)
         for ident in received:
             tracked = self._requests.get(ident)
             if tracked is None:

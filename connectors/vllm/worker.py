@@ -147,8 +147,14 @@ class WorkerHalf:
             if not fits or not size:
                 self._done(0, save.number, failed=not fits)
                 continue
-            values = torch.empty((len(save.blocks), tensors.value_bytes), dtype=torch.uint8)
-            tensors.gather(save.blocks, values)
+            try:
+                values = torch.empty((len(save.blocks), tensors.value_bytes), dtype=torch.uint8)
+                tensors.gather(save.blocks, values)
+            except Exception:  # the engine must live on, and the scheduler's half must hear of the end of each save
+                _log.exception("a save failed")
+                self._counters.add("unstored_blocks", len(save.blocks), "error")
+                self._done(size, save.number, failed=True)
+                continue
             if self._ranks == 1:
                 self._storing.submit(self._store, save, values, b"")
             else:

@@ -167,6 +167,13 @@ def main(url: str) -> None:
     four = engines[4]
     assert four.load(Request("of both", hashes("both")), 90) == set()
     seen["whole"] = [four.same(one, 90, [block]) != four.same(two, 90, [block]) for block in everything]
+    # A copy that fails: the save has ended, and holds no memory.
+    spoilt = Request("spoilt", hashes("spoilt"))
+    assert one.ask(spoilt) == 0
+    one.workers[0]._tensors.gather = None  # type: ignore[union-attr,method-assign]
+    one.step(Output({spoilt.request_id: spoilt.num_prompt_tokens}))
+    seen["unstored"] = one.counts["unstored_blocks:error"]
+    seen["left over"] = [len(one.scheduler._saves._saving), one.workers[0]._staged_bytes]
     for engine in engines.values():
         engine.close()
     print(json.dumps(seen))

@@ -27,4 +27,6 @@ def test_ranks_of_any_number_read_what_any_other_wrote(shared_node: NodeProcess)
         "ended": 1,
         "stored at once": 5,
         "whole": [True] * 5,
+        "unstored": 5,
+        "left over": [0, 0],
     }

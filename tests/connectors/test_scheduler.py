@@ -14,6 +14,7 @@ import pytest
 from forebay.client import Client, ClientOptions, WritePlan
 from forebay.clock import SystemClock
 from forebay.connectors.keys import STABLE_HASH, tiled
+from forebay.connectors.vllm import scheduler
 from forebay.connectors.vllm.counters import Counters
 from forebay.connectors.vllm.messages import StepWork, WorkerReport
 from forebay.connectors.vllm.scheduler import SchedulerHalf
@@ -112,6 +113,20 @@ def test_what_nobody_has_is_computed_and_saved_as_it_gets_whole(make: Make) -> N
     assert bench.compute(request, 5).saves == (), "no further block is whole"
     (second,) = bench.compute(request, request.num_prompt_tokens - request.num_computed_tokens).saves
     assert second.keys == tuple(hashes("a")[2:]) and second.blocks == (102, 103, 104)
+
+
+def test_a_long_step_is_saved_in_parts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_SAVE_BYTES", 2 * len(VALUE) + 1)
+    bench, request = make(), Request("r", hashes("a"))
+    bench.arrive(request)
+    saves = bench.compute(request, request.num_prompt_tokens).saves
+    assert [save.keys for save in saves] == [tuple(hashes("a")[i : i + 2]) for i in (0, 2, 4)]
+    assert [save.blocks for save in saves] == [(100, 101), (102, 103), (104,)]
+    bench.half.heard(WorkerReport(saved={saves[0].number: 1}), set(), set())
+    other = Request("o", hashes("a"))
+    bench.arrive(other)
+    (again,) = bench.compute(other, other.num_prompt_tokens).saves
+    assert again.keys == tuple(hashes("a")[:2]), "the others are under way"
 
 
 def test_decoded_tokens_count_once_they_are_accepted(make: Make) -> None:
