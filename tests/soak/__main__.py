@@ -18,11 +18,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tests.soak.run import Plan, Soak
+from tests.soak.run import CYCLE, Plan, Soak
 
 __all__: list[str] = []
 
 _LINE_S = 60.0
+_ERA_S = 60.0
 
 
 class _Told:
@@ -62,7 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary to this file, too")
     options = parser.parse_args(argv)
     seed = options.seed or random.SystemRandom().getrandbits(32)
-    plan = Plan(options.hours * 3600, workers=options.workers, capacity_bytes=options.capacity_mib << 20)
+    seconds = options.hours * 3600
+    era_s = min(_ERA_S, seconds / CYCLE)  # each kind of era comes at least once, also in a short run
+    plan = Plan(seconds, workers=options.workers, capacity_bytes=options.capacity_mib << 20, era_s=era_s)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="forebay-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"seed {seed}, in {folder}", file=sys.stderr, flush=True)

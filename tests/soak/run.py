@@ -27,7 +27,7 @@ from tests.soak.faults import Faults
 from tests.soak.proxy import RoughProxy
 from tests.soak.workers import WorkerProcess
 
-__all__ = ["Plan", "Soak"]
+__all__ = ["CYCLE", "Plan", "Soak"]
 
 _LIMIT_S = 120.0
 """Only a run that has failed waits this long."""
@@ -40,7 +40,7 @@ _ENVIRONMENT = {
     "FOREBAY_SESSIONS_EXPIRY": f"{_EXPIRY_S}s",
     "FOREBAY_SESSIONS_WRITE_TTL": "8s",
 }
-_CYCLE = 3
+CYCLE = 3
 """In one era of so many daemon and target may die; all of the node is stopped and checked after it."""
 _LONG_ERA_S = 30.0
 _PLACE = re.compile(r"volume (\d+) at (\d+),")
@@ -103,10 +103,10 @@ class Soak:
             self._began_s = time.monotonic()
             end_s = self._began_s + self._plan.seconds
             era = 0
-            while time.monotonic() < end_s or era < _CYCLE:
-                rough = era % _CYCLE == _CYCLE - 1
+            while time.monotonic() < end_s or era < CYCLE:
+                rough = era % CYCLE == CYCLE - 1
                 until_s = time.monotonic() + self._plan.era_s
-                self._era(until_s if era < _CYCLE else min(end_s, until_s), kill=rough)
+                self._era(until_s if era < CYCLE else min(end_s, until_s), kill=rough)
                 self._quiet()
                 if rough:
                     self._stop_and_check(clean=self._chance.random() < 0.5)
