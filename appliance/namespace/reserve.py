@@ -6,6 +6,7 @@ reserve is free, and no region is claimed on the same file system that would tak
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from forebay.errors import NoSpace
 __all__ = ["Reserve"]
 
 _MOST_SHARE = 10
+
+_log = logging.getLogger(__name__)
 
 
 class Reserve:
@@ -46,7 +49,12 @@ class Reserve:
             return
         free_bytes, least_bytes = self._measure(self._path)
         self.free_bytes = free_bytes
+        was = self._short_by
         self._short_by = None if free_bytes >= least_bytes else (free_bytes, least_bytes)
+        if self.problem is not None and was is None:
+            _log.warning("%s", self.problem.message)
+        elif self.problem is None and was is not None:
+            _log.warning("%s has %d MiB free again: new blocks are stored", self._path, free_bytes >> 20)
 
     def allows(self, drive: Path, length_bytes: int) -> bool:
         """Whether so much more may be taken on a drive; always, where that is another file system."""
