@@ -1,16 +1,19 @@
 """`forebay doctor`: what each check says of what it is shown."""
 
+import errno
 import json
 import os
 import socket
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import cbor2
 import pytest
 
 from forebay.appliance.config import Config, load
+from forebay.appliance.dataplane.target.volume import Volume
 from forebay.appliance.settings import Endpoint
 from forebay.cli.context import Session
 from forebay.cli.demo.node import DemoNode
@@ -96,6 +99,28 @@ def test_a_drive_in_memory_is_warned_about() -> None:
         pytest.skip("no /dev/shm")
     found = list(storage.check_drive("drive0", Path("/dev/shm"), None))
     assert found[0].level == "warn" and "reboot" in found[0].what and "mapping of memory" in found[1].what
+
+
+def test_a_drive_without_room_is_told_apart_from_one_that_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, fix in ((errno.ENOSPC, "free some"), (errno.EOPNOTSUPP, "xfs")):
+
+        def refuse(*_: object, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(Volume, "prepare_region", refuse)
+        (failed,) = (f for f in storage.check_drive("drive0", tmp_path, None) if f.level == "fail")
+        assert "fallocate" in failed.what and fix in failed.fix
+
+
+def test_a_data_directory_on_a_read_only_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    (failed,) = storage.check_data(tmp_path)
+    assert failed.level == "fail" and "chown" in failed.fix
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    (failed,) = storage.check_data(tmp_path)
+    assert failed.level == "fail" and "read-only" in failed.what and "remount" in failed.fix
 
 
 def test_a_drive_that_is_too_small(tmp_path: Path) -> None:

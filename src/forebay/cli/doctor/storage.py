@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import statistics
@@ -55,9 +56,12 @@ def check_data(data: Path) -> Iterator[Finding]:
         yield fail("data directory", f"{data} is no directory", "choose another --data")
         return
     if not os.access(data, os.R_OK | os.W_OK | os.X_OK):
-        yield fail(
-            "data directory", f"{data} is not readable and writable by this user", "chown it, or run as its owner"
-        )
+        if os.statvfs(data).f_flag & os.ST_RDONLY:
+            yield fail("data directory", f"the file system of {data} is read-only", "remount it, or another --data")
+        else:
+            yield fail(
+                "data directory", f"{data} is not readable and writable by this user", "chown it, or run as its owner"
+            )
     elif _mode(data) & 0o077:
         yield warn("data directory", f"{data} has mode {_mode(data):04o}: others can look in", f"chmod 700 {data}")
     else:
@@ -136,9 +140,8 @@ def _regions(name: str, volume: Volume, handle: int) -> Iterator[Finding]:
         volume.release_region(0, _PROBE_BYTES)
         left = os.fstat(handle).st_blocks * 512
     except OSError as e:
-        yield fail(
-            name, f"space cannot be reserved and given back (fallocate): {e.strerror}", "xfs, ext4, btrfs or tmpfs"
-        )
+        fix = "free some there" if e.errno in (errno.ENOSPC, errno.EDQUOT) else "xfs, ext4, btrfs or tmpfs"
+        yield fail(name, f"space cannot be reserved and given back (fallocate): {e.strerror}", fix)
         return
     if taken < _PROBE_BYTES or left >= taken:
         yield warn(name, f"holes are punched and free nothing ({taken} bytes before, {left} after)", "xfs or ext4")
