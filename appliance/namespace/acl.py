@@ -83,7 +83,8 @@ class Acl:
     def authenticate(self, token: str | None) -> Principal:
         """The principal a token belongs to. Raises `Unauthenticated`."""
         if not token:
-            raise Unauthenticated("no token: give one with token=..., --token or FOREBAY_TOKEN", field="token")
+            given = "with token=..., --token or FOREBAY_TOKEN; over HTTP as `Authorization: Bearer TOKEN`"
+            raise Unauthenticated(f"no token: give one {given}", field="token")
         digest = hash_token(token)
         for principal in self._state.principals:
             if secrets.compare_digest(principal.token_sha256, digest):

@@ -296,6 +296,9 @@ def test_a_data_directory_in_use(node: DemoNode) -> None:
     command = [sys.executable, "-m", "forebay.cli.main", "serve"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert f"{node.data} (from FOREBAY_DATA) is served by another" in done.stderr and done.returncode == REFUSED
+    command += ["--data", str(node.data)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert f"{node.data} is served by another" in done.stderr and done.returncode == REFUSED
 
 
 @pytest.mark.skipif(file_system(Path("/dev/shm")) != "tmpfs", reason="/dev/shm is no tmpfs here")

@@ -106,7 +106,7 @@ _ADVICE: dict[type[ForebayError], str] = {
     StaleGeneration: "give --generation of the weights in use; `forebay namespace show` names the minimum",
     ChecksumMismatch: "the node verifies the block, and drops it if it is bad: put it again",
     DeadlineExceeded: "is the node running, and not overloaded? --timeout waits longer",
-    NoSpace: "remove or unpin blocks, or give the node more capacity",
+    NoSpace: "if `forebay status` names no full file system, remove or unpin blocks, or give the node more capacity",
     QuotaExceeded: "raise the quota (`forebay namespace set NAME --quota SIZE`), or remove or unpin blocks",
     DataDirNewer: "start a version at least as new as the one that wrote it",
     Unavailable: "is the node running? --url or --data names another one; --timeout waits longer",

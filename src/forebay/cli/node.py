@@ -89,6 +89,8 @@ def serve(
     """
     from forebay.appliance.config import load, render_toml
 
+    if data:
+        session.data_source = ""  # typed here, whatever the environment says
     flags = {"data": data or session.data, "capacity": capacity, "grpc.listen": listen, "target.listen": target_listen}
     settings = load(config, flags=flags)
     if print_config:
