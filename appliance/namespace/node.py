@@ -435,7 +435,8 @@ class Node:
             if session.state is SessionState.ENDING:
                 await self._attempt(self.end_session(session))
         for session in self.sessions.expired():
-            _log.info("session of %s (%s) ended: nothing heard of it", session.principal, session.client)
+            client = f" ({session.client})" if session.client else ""
+            _log.info("session of %s%s ended: nothing heard of it", session.principal, client)
             self.engine.counters["sessions_expired"] += 1
             await self._attempt(self.end_session(session))
         await self._attempt(self.writes.sweep())
