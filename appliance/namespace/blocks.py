@@ -200,8 +200,6 @@ class Blocks:
         self._unwritten: deque[_Retired] = deque()
         self._finishing = asyncio.Lock()
         self._schemas: dict[bytes, Schema] = {}
-        self.suspects_left = True
-        """Whether there may be blocks to verify."""
 
     # ------------------------------------------------------------------------------------------------ finding
 
@@ -652,8 +650,7 @@ class Blocks:
         e.counters["blocks_verified"] += len(asked)
         if wrong.size and e.store.problem is not None:
             # they cannot be deleted at present: nobody gets them before they can be
-            e.index.state[wrong] = RowState.SUSPECT
-            self.suspects_left = True
+            e.index.suspect(wrong)
             return standing - len(wrong), 0, 0, len(wrong)
         if wrong.size:
             # a suspect may have been lost with the power: that says nothing of the medium
@@ -720,21 +717,20 @@ class Blocks:
         stored, _, rows = self.find(session, keys[:_VERIFY_BATCH])
         found = np.flatnonzero(rows >= 0)
         if found.size:
-            self._e.index.state[rows[found]] = RowState.SUSPECT
-            self.suspects_left = True
+            self._e.index.suspect(rows[found])
             self._e.counters["blocks_doubted"] += len(found)
             await self.verify(rows[found], [stored[i] for i in found.tolist()])
 
     async def verify_some(self) -> int:
         """Verify a few suspects in the background; how many were looked at."""
         index = self._e.index
-        if not self.suspects_left:
+        if not index.suspects_left:
             return 0
         suspects = np.flatnonzero(index.state[: index.high] == RowState.SUSPECT)
         suspects = suspects[~self._away(suspects)][:_VERIFY_BATCH]
+        index.suspects_left = bool(suspects.size)  # what is on a drive that is away is doubted anew when that is back
         if suspects.size:
             await self.verify(suspects, self.keys_of(suspects))
-        self.suspects_left = bool(suspects.size)
         return len(suspects)
 
     def _ranges(self, row: int, stored: StoredKey) -> Sequence[tuple[int, int, int]]:

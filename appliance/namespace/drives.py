@@ -40,7 +40,7 @@ from forebay.appliance.namespace.space import Drive, DriveState
 from forebay.crashpoints import crash_point
 from forebay.errors import ForebayError, InvalidArgument, NoSpace, Unavailable, VolumeMismatch
 from forebay.ids import NamespaceId, VolumeId
-from forebay.index import RowState, findable
+from forebay.index import findable
 
 __all__ = ["NodeDrives"]
 
@@ -489,7 +489,7 @@ class NodeDrives:
         volumes = [v.id for v in self._e.space.volumes.values() if v.drive == drive.name]
         rows = np.flatnonzero(findable(index.state[: index.high]) & np.isin(index.volume[: index.high], volumes))
         rows = rows[index.flags[rows] & FLUSHED == 0]
-        index.state[rows] = RowState.SUSPECT
+        index.suspect(rows)
         return len(rows)
 
     async def _complete(self) -> None:

@@ -150,7 +150,7 @@ def _doubt(index: BlockIndex) -> int:
     """Make suspects of all blocks whose flush is not known; how many."""
     rows = _found(index)
     rows = rows[index.flags[rows] & FLUSHED == 0]
-    index.state[rows] = RowState.SUSPECT
+    index.suspect(rows)
     return len(rows)
 
 

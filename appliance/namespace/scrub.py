@@ -198,7 +198,7 @@ class Scrubber:
         """The pass to go on with: one that was asked for, else the node's own, begun anew when it is time."""
         if self._asked is not None and self._asked.state == "running":
             return self._asked
-        if not self._limits.interval_ms or self._blocks.suspects_left:
+        if not self._limits.interval_ms or self._e.index.suspects_left:
             return None  # after an unclean stop the sweep verifies suspects first
         now_ms = self._e.clock.monotonic_ms()
         if self._own is None or (self._own.state == "done" and now_ms - self._own.ended_ms >= _REST_MS):

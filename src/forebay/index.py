@@ -44,7 +44,7 @@ class RowState(IntEnum):
     FREE = 0
     VISIBLE = 1
     SUSPECT = 2
-    """Visible, but its flush is not known after an unclean stop: verified before it is served."""
+    """Visible, but its bytes are in doubt, as after an unclean stop: verified before it is served."""
     RETIRED = 3
     """No longer found; its extent waits for leases to end."""
 
@@ -163,6 +163,8 @@ class BlockIndex:
             setattr(self, name, _reserve(max_rows, dtype))
         self.high = 0  # rows ever used: scans end here
         self.count = 0  # rows that can be found
+        self.suspects_left = True
+        """Whether there may be suspects; whoever finds that there are none says so."""
         self._free: list[int] = []
         self.pools: dict[int, SumPool] = {}
         self._slots = np.full(_MIN_SLOTS, _EMPTY, np.uint32)
@@ -248,6 +250,11 @@ class BlockIndex:
         self._link(rows, digests)
         self.count += count
         return rows
+
+    def suspect(self, rows: Rows) -> None:
+        """Have visible rows verified before they are served."""
+        self.state[rows] = RowState.SUSPECT
+        self.suspects_left = True
 
     def unlink(self, rows: Rows) -> None:
         """Make rows unfindable; they stay until `free`."""

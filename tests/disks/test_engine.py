@@ -17,6 +17,7 @@ from forebay.appliance.namespace.space import DriveState
 from forebay.appliance.namespace.store import MemoryStore
 from forebay.errors import OK, ForebayError, NoSpace, TargetFailed, Unavailable, WriteExpired
 from forebay.ids import BlockKey, GrantId, VolumeId
+from forebay.index import RowState
 from tests.sim.rig import Rig
 from tests.sim.running import on_loop, until
 from tests.sim.target import SimTarget
@@ -112,7 +113,12 @@ async def test_blocks_that_were_not_flushed_are_doubted_when_a_drive_is_back(rig
     rig.node.blocks.release(m.session, [located.lease])
     drive.failed(TargetFailed("a flush failed"))
     target.corrupt(VolumeId(int(located.volumes[0])), int(located.offsets[0]))
+    assert not await rig.node.background(), "there is nothing to verify yet"
     await look(rig, DriveState.SERVING)
+    while await rig.node.background():
+        pass
+    index = rig.node.engine.index
+    assert not (index.state[: index.high] == RowState.SUSPECT).any(), "nor when nobody asks for them"
     assert await rig.get(m, b"k") == VALUE
     assert await rig.get(m, b"lost") is None
 
