@@ -351,7 +351,7 @@ class EmbeddedTarget(Target):
 
     async def revoke(self, grants: Sequence[GrantId]) -> None:
         for part in _parts(grants):
-            await self._rpc.call("forebay_grants_revoke", {"ids": part})
+            await self._rpc.call("forebay_grants_revoke", {"ids": part, "order": await self._order()})
 
     async def barrier(self, volume: VolumeSpec) -> Barrier:
         return await self._barrier("forebay_barrier", volume, {})

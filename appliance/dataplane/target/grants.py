@@ -6,11 +6,14 @@ A write counts itself in on the grants that cover it before it touches media and
 
 from __future__ import annotations
 
+import errno
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from threading import Condition
 
+from forebay.appliance.dataplane.target.precedence import Order
 from forebay.errors import AlreadyExists, InvalidArgument
 from forebay.ids import HostIdentity
 
@@ -41,6 +44,8 @@ class Grant:
 _start = attrgetter("slba")
 _MOST_FAILED = 65_536
 """What is remembered of failed writes that nobody asks for."""
+_MOST_ENDED = 65_536
+"""What is remembered of grants that were revoked before they came."""
 
 
 class GrantTable:
@@ -51,18 +56,25 @@ class GrantTable:
         self._by_id: dict[int, Grant] = {}
         self._by_volume: dict[str, list[Grant]] = {}  # by slba; also revoked ones that still have writers
         self._failed: dict[int, None] = {}  # grants under which the drive refused a write, the oldest first
+        self._ended: dict[int, Order] = {}  # ids that were revoked and not there, the oldest first
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def add(
-        self, volume: str, hosts: Collection[HostIdentity], rows: Sequence[tuple[int, int, int, int]], lba_count: int
+        self,
+        volume: str,
+        hosts: Collection[HostIdentity],
+        rows: Sequence[tuple[int, int, int, int]],
+        lba_count: int,
+        order: Order | None = None,
     ) -> None:
         """Add `(grant id, slba, nlb, tag)` rows for these hosts, all or none.
 
         A row that is live already, equal in all parts, is left as it is, so that a request whose answer was lost can
-        be sent again. Raises `InvalidArgument` for a range outside the volume and `AlreadyExists` for one that
-        overlaps another grant, live or still draining, or for an id that is taken.
+        be sent again. Raises `InvalidArgument` for a range outside the volume, `AlreadyExists` for one that overlaps
+        another grant, live or still draining, or for an id that is taken, and OSError (ESTALE) for one that was
+        revoked by a later order: the place is another's by now.
         """
         holders = frozenset(hosts)
         with self._changed:
@@ -73,6 +85,8 @@ class GrantTable:
                     raise InvalidArgument(f"grant {grant_id} of {nlb} LBAs at {slba}", field="grants", limit=lba_count)
                 known = self._by_id.get(grant_id)
                 if known is None:
+                    if order is not None and order < self._ended.get(grant_id, order):
+                        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
                     fresh.append(Grant(grant_id, volume, holders, (slba, slba + nlb), tag))
                 elif known.revoked or (known.volume, known.hosts, known.slba, known.end, known.tag) != (
                     volume,
@@ -138,9 +152,16 @@ class GrantTable:
         with self._changed:
             return self._end(self._known(grant_ids))
 
-    def revoke_idle(self, grant_ids: Iterable[int]) -> int | None:
-        """`revoke` that never waits: None if a write is under way. None begins after, and `revoke` waits for those."""
+    def revoke_idle(self, grant_ids: Collection[int], order: Order | None = None) -> int | None:
+        """`revoke` that never waits: None if a write is under way. None begins after, and `revoke` waits for those.
+
+        With an order, what is not there is not added by an earlier one either.
+        """
         with self._changed:
+            if order is not None:
+                self._ended.update((grant_id, order) for grant_id in grant_ids if grant_id not in self._by_id)
+                while len(self._ended) > _MOST_ENDED:
+                    del self._ended[next(iter(self._ended))]
             ending = self._known(grant_ids)
             for grant in ending:
                 grant.revoked = True

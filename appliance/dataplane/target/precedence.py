@@ -2,12 +2,14 @@
 
 A request may come to its volume long after whoever sent it gave it up: its thread did not run, the drive hung, or the
 daemon was killed and its last words still lie in the socket. A deallocate that is carried out then destroys what
-another owner of the place has stored since (docs/design.md §6.4). So a request that clears a region or opens it for
-writing carries its order, ``[incarnation, number]``:
+another owner of the place has stored since (docs/design.md §6.4). So a request that clears a region, opens it for
+writing or closes it carries its order, ``[incarnation, number]``:
 
 * nothing of an incarnation is carried out once a later one has taken the target over, and where something of an earlier
   one is under way still, on a drive that hangs perhaps, nothing is opened until it has ended;
-* on one volume they go one by one, and none after a later one.
+* regions of one volume are cleared one by one, and none after a later one;
+* no grant is opened after a later request that revoked it (see `GrantTable`): on another connection that may have come
+  first.
 
 A request without an order comes from a person's hand, and is believed.
 """
@@ -53,8 +55,8 @@ class Precedence:
         self._incarnation = 0
         self._turns: WeakKeyDictionary[Volume, _Turns] = WeakKeyDictionary()
 
-    def take_over(self, incarnation: int) -> None:
-        """Obey no earlier incarnation from now on."""
+    def obey(self, incarnation: int) -> None:
+        """From now on no earlier incarnation is obeyed; nor is this one, if a later one was."""
         with self._lock:
             self._require(incarnation)
 

@@ -93,15 +93,17 @@ class PrivateMethods:
             raise RpcError.invalid_params()
         with self._server.precedence.standing(volume, order):
             self._server.grants.add(
-                volume.name, hosts, [(row[0], row[1], row[2], row[3]) for row in rows], volume.lba_count
+                volume.name, hosts, [(row[0], row[1], row[2], row[3]) for row in rows], volume.lba_count, order
             )
         return True
 
     def forebay_grants_revoke(self, params: Params) -> Any:
-        """End grants; no write under them is under way when this answers. Unknown ids are none."""
-        ids = params.integers("ids")
+        """End grants; no write under them is under way when this answers. Unknown ids are none, and stay none."""
+        ids, order = params.integers("ids"), _order(params)
         params.finish()
-        revoked = self._server.grants.revoke_idle(ids)
+        if order is not None:
+            self._server.precedence.obey(order[0])  # ids of an earlier daemon are others' by now
+        revoked = self._server.grants.revoke_idle(ids, order)
         if revoked is not None:
             return {"revoked": revoked}
         return Later(lambda: {"revoked": self._server.grants.revoke(ids)})
@@ -144,7 +146,7 @@ class PrivateMethods:
         incarnation = params.integer("incarnation", 0, _MAX_ORDER, 0)
         params.finish()
         if incarnation:
-            self._server.precedence.take_over(incarnation)
+            self._server.precedence.obey(incarnation)
         controllers = self._server.teardown(lambda _: True)
         return {"controllers": controllers, "grants": self._server.grants.revoke_all()}
 

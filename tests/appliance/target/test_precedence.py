@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from forebay.appliance.dataplane.target import grants as grants_module
 from forebay.appliance.dataplane.target import precedence as precedence_module
 from forebay.appliance.dataplane.target.precedence import Order, Precedence
 from forebay.appliance.dataplane.target.private_methods import PrivateMethods
@@ -97,6 +98,41 @@ def test_an_earlier_daemon_opens_nothing_after_it_was_succeeded(disk_rig: Rig, l
     assert requests("teardown_all") == {"controllers": 0, "grants": 1}, "by hand"
 
 
+def test_a_grant_that_was_revoked_before_it_came_is_not_opened(disk_rig: Rig, late: Callable[..., bool]) -> None:
+    """On a connection that was given up the request may lie longer than its revocation takes on the next one."""
+    requests = Requests(disk_rig)
+
+    def add(*order: int) -> object:
+        given = {"order": list(order)} if order else {}
+        grants = [[1, 0, 1, 0], [2, 1, 1, 0]]
+        return requests("grants_add", name="vol", hosts=[[HOST.nqn, HOST.host_id]], grants=grants, **given)
+
+    assert requests("grants_revoke", ids=[2], order=[1, 2]) == {"revoked": 0}
+    assert late(lambda: add(1, 1))
+    assert not disk_rig.server.grants.covers("vol", HOST, 0, 1), "all or none"
+    assert add(1, 3) is True, "a replay opens again what it revoked"
+    assert requests("grants_revoke", ids=[1, 2], order=[1, 4]) == {"revoked": 2}
+    assert requests("grants_revoke", ids=[1], order=[1, 5]) == {"revoked": 0}
+    assert add() is True, "by hand"
+
+
+def test_an_earlier_daemon_revokes_nothing_after_it_was_succeeded(disk_rig: Rig, late: Callable[..., bool]) -> None:
+    """Each counts its grants from 1."""
+    requests = Requests(disk_rig)
+    assert requests("teardown_all", incarnation=2) == {"controllers": 0, "grants": 0}
+    grant = {"name": "vol", "hosts": [[HOST.nqn, HOST.host_id]], "grants": [[1, 0, 1, 0]]}
+    assert requests("grants_add", **grant, order=[2, 1]) is True
+    assert late(lambda: requests("grants_revoke", ids=[1], order=[1, 9]))
+    assert disk_rig.server.grants.covers("vol", HOST, 0, 1)
+
+
+def test_grants_that_never_come_are_not_remembered_for_ever(disk_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grants_module, "_MOST_ENDED", 3)
+    for number in range(1, 9):
+        disk_rig.server.grants.revoke_idle([number], (1, number))
+    assert list(disk_rig.server.grants._ended) == [6, 7, 8]
+
+
 class Held:
     """A turn that has begun, until `end`."""
 
@@ -150,7 +186,7 @@ def test_where_something_of_an_earlier_daemon_is_under_way_nothing_is_opened(dis
 
     with Held(precedence, disk_rig, (1, 1)):
         assert open_for_writing(disk_rig.volume, (1, 2)) == 0, "its own region is closed, and no other is touched"
-        precedence.take_over(2)
+        precedence.obey(2)
         assert open_for_writing(disk_rig.volume, (2, 1)) == errno.EAGAIN
         assert open_for_writing(disk_rig.volume, None) == 0, "by hand"
         assert open_for_writing(other, (2, 1)) == 0
