@@ -26,6 +26,10 @@ _NOT_OF_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_d
 """Of a Hugging Face configuration: where it lies, who wrote it, and types that are taken as they are in force."""
 
 
+_AS_STORED = frozenset({"auto", "hf", "safetensors", "pt", "npcache", "dummy"})
+"""Ways to load weights that give what is in the files, or in what a revision names."""
+
+
 def _need(ok: bool, what: str, field: str) -> None:
     if not ok:
         raise ConfigInvalid(f"the vLLM connector does not support {what}", field=field)
@@ -119,16 +123,27 @@ def _facts(config: Any) -> dict[str, object]:
     """What is done to the weights, in plain values."""
     model = config.model_config
     effective = {k: v for k, v in model.hf_config.to_dict().items() if k not in _NOT_OF_THE_MODEL}
-    text = json.dumps(effective, sort_keys=True, default=str)  # JSON, since it may hold types of its library
+    text = _text(effective)
     # vLLM takes the factors for long prompts, or those for short ones, by the longest that it was started for.
     longest = model.max_model_len if '"longrope"' in text or '"su"' in text else 0
+    load, lora = config.load_config, config.lora_config
+    as_stored = str(load.load_format) in _AS_STORED and not load.model_loader_extra_config
+    lora_dtype = model.dtype if lora is None or lora.lora_dtype == "auto" else lora.lora_dtype
     return {
         "config": text,
         "longest": longest,
         "dtype": str(model.dtype),
         "quantization": str(model.quantization or ""),
+        "quantization_config": _text(model.quantization_config),
+        "loader": "" if as_stored else _text([str(load.load_format), load.model_loader_extra_config]),
+        "lora_dtype": "" if lora_dtype == model.dtype else str(lora_dtype),
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
     }
+
+
+def _text(value: object) -> str:
+    """As JSON, since it may hold types of a library."""
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _probe() -> bytes:
