@@ -56,6 +56,7 @@ from forebay.appliance.namespace.rocks import RocksStore
 from forebay.appliance.namespace.room import Watermarks
 from forebay.appliance.namespace.scrub import ScrubLimits
 from forebay.appliance.namespace.space import Drive, DriveState
+from forebay.appliance.namespace.store import Store
 from forebay.appliance.open_files import raise_open_files
 from forebay.appliance.settings import Endpoint
 from forebay.appliance.trace import Tracer
@@ -148,6 +149,12 @@ def _write_private(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, path)
+
+
+def _most_blocks(store: Store, capacity_regions: int, region_bytes: int) -> int:
+    """Blocks that there can be: of as many regions as drives have, or as are claimed, also where one is away."""
+    claimed = sum(1 for _ in store.scan("regions"))
+    return min(max(capacity_regions, claimed) * region_bytes // LBA_BYTES, _MAX_BLOCKS)
 
 
 def _load_http() -> None:
@@ -309,7 +316,6 @@ class _Daemon:
         )
         try:
             sessions = config.sessions
-            capacity_bytes = sum(d.capacity_regions for d in drives) * meta.region_bytes
             limits = NodeLimits(
                 region_bytes=meta.region_bytes,
                 heartbeat_ms=sessions.heartbeat_ms,
@@ -317,7 +323,7 @@ class _Daemon:
                 lease_ttl_ms=sessions.lease_ttl_ms,
                 write_ttl_ms=sessions.write_ttl_ms,
                 max_sessions=sessions.max_sessions,
-                max_blocks=min(capacity_bytes // LBA_BYTES, _MAX_BLOCKS),
+                max_blocks=_most_blocks(store, sum(d.capacity_regions for d in drives), meta.region_bytes),
                 reclaim_bytes_per_s=config.space.reclaim_bytes_per_s,
                 watermarks=Watermarks(config.space.high_watermark, config.space.low_watermark),
                 scrub=ScrubLimits(config.scrub.rate_bytes_per_s, config.scrub.interval_ms),
