@@ -106,7 +106,16 @@ def cut_at(node: Proxied, cut: Cut) -> None:
     if cut.step.startswith(PROBE):  # some in a row that fail are a target that hangs, and this was one
         answers = node.proxy.seen[f"{PROBE}.response"]
         eventually(lambda: node.proxy.seen[f"{PROBE}.response"] > answers + 1, "a probe is answered")
-    assert node.target_pid == node.target_process, f"{name}: the target was replaced"
+    told: list[int] = []
+    with Admin(node.url, token=node.token, deadline_ms=30_000, attempt_ms=10_000) as admin:
+        # 0 while the question itself is what was cut
+
+        def tells() -> bool:
+            told.append(admin.status().target_pid)
+            return told[-1] > 0
+
+        eventually(tells, f"{name}: the target's pid")
+    assert told[-1] == node.target_process, f"{name}: the target was replaced"
     assert node.process.poll() is None
 
 
