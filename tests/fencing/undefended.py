@@ -85,10 +85,11 @@ def _monotonic_ms(plain: Plain, *args: Any) -> Any:
 
 
 @instead(GrantTable, "add")
-def _add(plain: Plain, self: GrantTable, volume: str, hosts: Any, rows: Any, lba_count: int) -> Any:
+def _add(plain: Plain, self: GrantTable, volume: str, hosts: Any, rows: Any, lba_count: int, order: Any) -> Any:
     if on("grants"):
         return None
-    return plain(self, volume, hosts, [(*row[:3], 0) for row in rows] if on("tags") else rows, lba_count)
+    tagged = [(*row[:3], 0) for row in rows] if on("tags") else rows
+    return plain(self, volume, hosts, tagged, lba_count, None if on("precedence") else order)
 
 
 @instead(GrantTable, "covers")
