@@ -6,7 +6,7 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from forebay.client import Client, WritePlan
+from forebay.client import WritePlan
 from forebay.connectors.vllm.counters import Counters
 from forebay.connectors.vllm.link import Link
 from forebay.connectors.vllm.messages import Save
@@ -17,7 +17,7 @@ __all__ = ["Saves"]
 _log = logging.getLogger("vllm.forebay")
 
 _PLAN_MS = 5_000
-"""How long a plan may take at most: the engine is kept stepping while one is waited for."""
+"""How long a plan, or giving one up, may take at most: the engine is kept stepping while one is waited for."""
 
 
 @dataclass(slots=True)
@@ -66,20 +66,24 @@ class Saves:
         """Whether a block is being saved."""
         return key in self._keys
 
-    def begin(self, link: Link, client: Client, scope: int, blocks: dict[bytes, int]) -> Save:
+    def begin(self, link: Link, scope: int, blocks: dict[bytes, int]) -> Save:
         """Save these blocks of the engine, by key."""
         self._number += 1
         save = Save(self._number, tuple(blocks), tuple(blocks.values()))
         plan = None
         if self._ranks > 1:
             named = [BlockKey(key, 0, scope) for key in blocks]
-            plan = self._calling.submit(self._plan, link, client, named, list(self.hosts.values()))
+            plan = self._calling.submit(self._plan, link, named, list(self.hosts.values()))
         self._saving[save.number] = _Saving(save, plan, told=plan is None)
         self._keys.update(blocks)
         return save
 
-    def _plan(self, link: Link, client: Client, keys: list[BlockKey], hosts: list[str]) -> WritePlan | None:
+    def _plan(self, link: Link, keys: list[BlockKey], hosts: list[str]) -> WritePlan | None:
         """In a thread: what the ranks write by; None if there is nothing to write. Raises nothing."""
+        client = link.client
+        if client is None:  # the plans before it had no answer: the engine is not kept stepping for this one
+            self._counters.add("unstored_blocks", len(keys), "unavailable")
+            return None
         try:
             plan = client.allocate(keys, hosts=hosts, deadline_ms=min(self._deadline_ms, _PLAN_MS))
         except Exception:  # the engine must live on; what is not stored is a miss later
@@ -108,7 +112,7 @@ class Saves:
                 plans.append((number, plan.to_bytes()))
         return plans, dropped
 
-    def heard(self, client: Client | None, done: dict[int, int], failed: set[int]) -> None:
+    def heard(self, link: Link | None, done: dict[int, int], failed: set[int]) -> None:
         """How many ranks have done with saves, and which saves a rank could not carry out: given up for all."""
         for number in failed:
             saving = self._saving.get(number)
@@ -122,15 +126,15 @@ class Saves:
             if saving.ranks_done < self._ranks:
                 continue
             self._end(number)
-            if saving.failed and saving.plan is not None and client is not None:
-                self._calling.submit(self._abort, client, saving.plan)
+            if saving.failed and saving.plan is not None and link is not None:
+                self._calling.submit(self._abort, link, saving.plan)
 
-    def _abort(self, client: Client, planned: Future[WritePlan | None]) -> None:
+    def _abort(self, link: Link, planned: Future[WritePlan | None]) -> None:
         """In the thread that made the plan, and so after it. Raises nothing."""
         try:
-            plan = planned.result()
-            if plan is not None:
-                client.abort(plan, deadline_ms=self._deadline_ms)
+            plan, client = planned.result(), link.client
+            if plan is not None and client is not None:
+                client.abort(plan, deadline_ms=min(self._deadline_ms, _PLAN_MS))
         except Exception:  # the engine must live on; what is not given up expires
             _log.exception("a save was not given up")
 

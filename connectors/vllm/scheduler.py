@@ -235,9 +235,7 @@ class SchedulerHalf:
                 self._whole_blocks(tracked, scheduled, output.kv_connector_block_state, blocks)
         rows, each = list(blocks.items()), min(MAX_BATCH_KEYS, max(1, _SAVE_BYTES // self._block_bytes))
         scope = self._scope(client)
-        return tuple(
-            [self._saves.begin(link, client, scope, dict(rows[i : i + each])) for i in range(0, len(rows), each)]
-        )
+        return tuple([self._saves.begin(link, scope, dict(rows[i : i + each])) for i in range(0, len(rows), each)])
 
     def _whole_blocks(self, tracked: Tracked, scheduled: int, state: Any, blocks: dict[bytes, int]) -> None:
         """Add a request's blocks that are whole after this step, and that nobody has as far as is known, by key."""
@@ -294,7 +292,7 @@ class SchedulerHalf:
         for rank, (number, host) in report.joined.items():
             if self._offer is not None and number == self._offer.number:
                 self._saves.hosts[rank] = host
-        self._saves.heard(self._client(), report.saved, report.failed)
+        self._saves.heard(self._link, report.saved, report.failed)
 
     def ended(self, request: Any) -> None:
         """A request is over, in whatever way."""
