@@ -9,11 +9,22 @@ from pathlib import Path
 import click
 import pytest
 
+from forebay.cli.context import Session
 from forebay.cli.exits import ABSENT, OK, REFUSED, UNAVAILABLE, USAGE, WRONG_BYTES, error_of, exit_code, worst
 from forebay.cli.keys import key_fields, parse_key, show_key
+from forebay.cli.main import _one_line as said
 from forebay.cli.main import cli, run
 from forebay.cli.sizes import format_duration, format_size, format_time
-from forebay.errors import BY_CODE, Absent, ForebayError, InvalidArgument, KeySize, reason
+from forebay.errors import (
+    BY_CODE,
+    Absent,
+    ForebayError,
+    InvalidArgument,
+    KeySize,
+    Unavailable,
+    VolumeMismatch,
+    reason,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -227,6 +238,14 @@ def test_every_error_has_an_exit_code_and_comes_back_from_its_reason() -> None:
     for code, cls in BY_CODE.items():
         assert type(error_of(reason(code))) is cls
         assert ABSENT <= exit_code(cls()) <= WRONG_BYTES
+
+
+def test_what_to_do_fits_what_happened() -> None:
+    away = said(error_of("unavailable", "no value of k: unavailable"), Session())
+    assert "drive or target" in away and "is the node running" not in away
+    assert "is the node running" in said(Unavailable("the node does not answer"), Session())
+    assert "limit" not in said(VolumeMismatch("of another node", limit="77f4"), Session())
+    assert "limit: 4096" in said(VolumeMismatch("cut from outside", limit=4096), Session())
 
 
 def test_the_worst_of_a_batch_decides() -> None:

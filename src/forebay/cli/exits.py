@@ -149,6 +149,8 @@ _BY_REASON = {reason(code): cls for code, cls in BY_CODE.items()}
 def error_of(word: str, message: str = "") -> ForebayError:
     """The error that a per-key reason (`forebay.errors.reason`) stands for."""
     cls = _BY_REASON.get(word)
+    if cls is Unavailable:  # the node answered: what it would have served from did not
+        return Unavailable(f"{message} (`forebay status` says which drive or target is away)", field="drive")
     return cls(message) if cls is not None else ForebayError(message or word)
 
 

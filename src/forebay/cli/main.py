@@ -22,7 +22,7 @@ from forebay.cli.exits import INTERRUPTED, MEANINGS, OK, UNAVAILABLE, USAGE, adv
 from forebay.cli.sizes import format_size
 from forebay.cli.teaching import Group
 from forebay.cli.top.command import top
-from forebay.errors import CapacityShort, ForebayError
+from forebay.errors import CapacityShort, ForebayError, VolumeMismatch
 
 __all__ = ["cli", "main", "run"]
 
@@ -82,6 +82,8 @@ def _one_line(error: ForebayError, session: Session) -> str:
         said = re.sub(rf"{folder}[^\s:,]*", rf"\g<0> (from {session.data_source})", said, count=1)
     details = [error.field] if error.field and error.field not in said else []
     limit = error.limit
+    if isinstance(error, VolumeMismatch) and isinstance(limit, str):
+        limit = None  # an identity: nothing that a person could compare
     if isinstance(error, CapacityShort) and isinstance(limit, int):
         limit = format_size(limit)
     if limit is not None and str(limit) not in said:
