@@ -24,6 +24,9 @@ __all__: list[str] = []
 
 _LINE_S = 60.0
 _ERA_S = 60.0
+_FAULT_S = 4.0
+_FAULTS = 10
+"""So many an era at least, about."""
 
 
 class _Told:
@@ -65,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     seed = options.seed or random.SystemRandom().getrandbits(32)
     seconds = options.hours * 3600
     era_s = min(_ERA_S, seconds / CYCLE)  # each kind of era comes at least once, also in a short run
-    plan = Plan(seconds, workers=options.workers, capacity_bytes=options.capacity_mib << 20, era_s=era_s)
+    capacity_bytes = options.capacity_mib << 20
+    plan = Plan(seconds, options.workers, capacity_bytes, era_s=era_s, fault_s=min(_FAULT_S, era_s / _FAULTS))
     folder = options.folder or Path(tempfile.mkdtemp(prefix="forebay-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"seed {seed}, in {folder}", file=sys.stderr, flush=True)
