@@ -86,7 +86,9 @@ async def _from_records(engine: Engine, known: set[int]) -> Recovered:
         drop += [Op("blocks", stored[i], None) for i in np.flatnonzero(~stands).tolist()]
     takeover.finish()
     if drop:
-        _log.error("%d records that are bad, of no known namespace, or of an owned extent are dropped", len(drop))
+        _log.error(
+            "%d records that are bad, of no known namespace or volume, or of an owned extent are dropped", len(drop)
+        )
         await engine.store.write(drop)
     if rows:
         order = np.argsort(np.concatenate(sequences), kind="stable")
