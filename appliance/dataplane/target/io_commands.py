@@ -462,22 +462,17 @@ class IoCommands:
     def _flush(self, nsid: int) -> int:
         controller = self._controller
         assert controller is not None, "I/O without a controller"
-        if nsid == _ALL_NAMESPACES:
-            namespaces = controller.subsystem.visible(controller.host.nqn)
-        else:
+        if nsid != _ALL_NAMESPACES:
             status, found = self._namespace(nsid)
-            if found is None:
-                return status
-            namespaces = [found]
-        for namespace in namespaces:
-            status = self._flush_one(namespace)
-            if status == Status.WRITE_FAULT:
-                return status
+            return status if found is None else self._flush_one(found)
+        for namespace in controller.subsystem.visible(controller.host.nqn):
+            if self._flush_one(namespace) == Status.WRITE_FAULT:  # one that was taken away meanwhile is none of them
+                return Status.WRITE_FAULT
         return Status.SUCCESS
 
     def _flush_one(self, namespace: Namespace) -> int:
         if not self._enter(namespace):
-            return Status.SUCCESS  # taken away since it was found
+            return Status.INVALID_NAMESPACE | DNR
         try:
             namespace.volume.flush()
         except OSError as error:

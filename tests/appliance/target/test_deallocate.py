@@ -186,6 +186,23 @@ def test_force_unit_access_flushes(raw_rig: Rig, monkeypatch: pytest.MonkeyPatch
         assert queue.run(one._replace(cid=queue.next_cid()), data=pattern(4096))[0].status == Status.WRITE_FAULT
 
 
+def test_what_was_not_flushed_is_not_said_to_be(raw_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The namespace is taken away between a write and its flush, which nobody does for this command then."""
+    namespace, volume = raw_rig.subsystem.namespaces[1], raw_rig.volume
+    real = volume.write
+
+    def write(view: memoryview, offset_bytes: int) -> None:
+        real(view, offset_bytes)
+        namespace.live = False
+
+    monkeypatch.setattr(volume, "write", write)
+    with raw_rig.attach() as host:
+        queue = host.io[0]
+        one = command.write(queue.next_cid(), 1, 0, 1)
+        done = queue.run(one._replace(cdw12=one.cdw12 | FUA), data=pattern(4096))[0]
+        assert (done.status, done.do_not_retry) == (Status.INVALID_NAMESPACE, True)
+
+
 # --- block devices ----------------------------------------------------------------------------------------------------
 
 
