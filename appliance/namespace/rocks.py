@@ -236,20 +236,25 @@ class RocksStore(Store):
     # ------------------------------------------------------------------------------------------------ the commit thread
 
     def _commit_loop(self) -> None:
+        heal_at_s: float | None = None
         while True:
-            batches = self._next_batches()
+            batches = self._next_batches(heal_at_s)
             work = [b for b in batches if b is not None]
             if work:
                 self._commit(work)
-            elif not batches:
-                self._heal()
             if len(work) < len(batches):
                 return
+            # what was on its way when a write failed has failed by now, too: nothing lands ahead of what is tried again
+            if heal_at_s is not None and time.monotonic() >= heal_at_s:
+                self._heal()
+                heal_at_s = None
+            heal_at_s = None if self._problem is None else heal_at_s or time.monotonic() + self._retry_s
 
-    def _next_batches(self) -> list[_Batch | None]:
+    def _next_batches(self, until_s: float | None) -> list[_Batch | None]:
         """All that wait, at least one; nothing when it is time to try to heal."""
         try:
-            batches = [self._queue.get(timeout=self._retry_s if self._problem is not None else None)]
+            left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+            batches = [self._queue.get(timeout=left_s)]
         except queue.Empty:
             return []
         while not self._queue.empty():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from forebay.appliance.namespace.rocks import RocksStore
 from forebay.appliance.namespace.store import FAMILIES, MemoryStore, Op, Store
-from forebay.errors import DataDirInUse, MetadataCorrupt
+from forebay.errors import DataDirInUse, MetadataCorrupt, Unavailable
 
 T = TypeVar("T")
 
@@ -212,3 +212,22 @@ def test_a_directory_that_is_taken_away_is_an_error_at_the_next_start(tmp_path: 
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises((MetadataCorrupt, OSError)):
         RocksStore(tmp_path / "file" / "db")
+
+
+def test_writes_that_keep_coming_do_not_keep_a_store_from_healing(tmp_path: Path) -> None:
+    async def keep_writing() -> None:
+        store = RocksStore(tmp_path / "db", retry_s=0.5)
+        store._problem = Unavailable("it could not be written")  # as a write finds
+        refused = 0
+        async with asyncio.timeout(15):
+            while True:
+                try:
+                    await store.write([Op("state", b"k", b"v")])
+                    break
+                except Unavailable:
+                    refused += 1
+        assert refused and store.problem is None and store.reopened == 1
+        assert store.get("state", b"k") == b"v"
+        store.close()
+
+    asyncio.run(keep_writing())
