@@ -177,7 +177,7 @@ class WorkerHalf:
         """Requests whose load has ended, well or not, and blocks that were not loaded; ``ended`` wait no more."""
         with self._happened:
             self._cancelled.update(ended & self._under_way.keys())
-            if idle and self._under_way and not self._received:
+            if idle and not self._received and (self._under_way or self._staged):
                 self._happened.wait(_IDLE_S)
             received, self._received = self._received, set()
             failed, self._failed_blocks = self._failed_blocks, set()
