@@ -318,9 +318,12 @@ class Space:
             return False
 
     async def _prepare(self, volume: Volume, number: int) -> bool:
-        """Have the target prepare a region; False if the drive is full or failed."""
+        """Have the target prepare a region; False if the drive is full or failed, or was lost meanwhile."""
+        spec = self.specs.get(volume.id)
+        if spec is None:
+            return False
         try:
-            await self._target.prepare_region(self.specs[volume.id], number * self.region_bytes, self.region_bytes)
+            await self._target.prepare_region(spec, number * self.region_bytes, self.region_bytes)
         except NoSpace:
             self.drives[volume.drive].full = True
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -14,7 +14,7 @@ import pytest
 from forebay.appliance.dataplane.interface import Barrier, VolumeErrors, VolumeSpec
 from forebay.appliance.namespace import checkpoint
 from forebay.appliance.namespace.space import DriveState
-from forebay.appliance.namespace.store import MemoryStore
+from forebay.appliance.namespace.store import MemoryStore, Op
 from forebay.errors import OK, ForebayError, NoSpace, TargetFailed, Unavailable, WriteExpired
 from forebay.ids import BlockKey, GrantId, VolumeId
 from forebay.index import RowState
@@ -50,10 +50,18 @@ class FailingStore(MemoryStore):
     """Metadata whose drive fails when it is told to."""
 
     trouble: ForebayError | None = None
+    meanwhile: Callable[[], Awaitable[object]] | None = None
+    """Happens while the next region's record is written."""
 
     @property
     def problem(self) -> ForebayError | None:
         return self.trouble
+
+    async def write(self, ops: Sequence[Op], *, durable: bool = True) -> None:
+        if self.meanwhile is not None and any(family == "regions" for family, _, _ in ops):
+            happens, self.meanwhile = self.meanwhile, None
+            await happens()
+        await super().write(ops, durable=durable)
 
 
 @pytest.fixture
@@ -143,6 +151,22 @@ async def test_nothing_is_evicted_for_what_metadata_cannot_keep(rig: Rig) -> Non
     rig.check()
     store.trouble = None
     assert await rig.put(m, b"new", VALUE) == OK
+
+
+@on_loop
+async def test_a_drive_that_is_lost_while_a_region_is_claimed_has_no_room(rig: Rig) -> None:
+    store = rig.store
+    assert isinstance(store, FailingStore)
+    await rig.start()
+    await rig.namespace()
+    m = await rig.open()
+    drive = rig.node.engine.space.drives["drive0"]
+    store.meanwhile = lambda: rig.node.drives.lose(drive, DriveState.AWAY, "it does not answer")
+    assert await rig.put(m, b"k", VALUE) == NoSpace.code
+    assert drive.claimed_regions == 0 and list(store.scan("regions")) == []
+    await look(rig, DriveState.SERVING)
+    assert await rig.put(m, b"k", VALUE) == OK
+    rig.check()
 
 
 @on_loop
