@@ -78,7 +78,7 @@ class GrantTable:
         """
         holders = frozenset(hosts)
         with self._changed:
-            grants = self._by_volume.setdefault(volume, [])
+            grants = self._by_volume.get(volume, [])
             fresh: list[Grant] = []
             for grant_id, slba, nlb, tag in rows:
                 if nlb < 1 or slba < 0 or slba + nlb > lba_count:

@@ -410,13 +410,16 @@ class RpcServer:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a socket that a killed process left behind; EADDRINUSE if someone answers on it."""
+    """Remove a socket that a killed process left behind; EADDRINUSE if someone listens on it."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
             return
+        except BlockingIOError:
+            pass  # as many wait for an answer as may
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), str(path))

@@ -10,6 +10,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,27 @@ def test_a_socket_that_nobody_answers_on_is_replaced(tmp_path: Path) -> None:
     server.start()
     server.close()
     assert not path.exists()
+
+
+def test_whoever_listens_has_the_socket_even_if_nothing_is_accepted(tmp_path: Path) -> None:
+    """A target that hangs: its backlog fills up, and who connects to it would wait for ever."""
+    path = tmp_path / "socket"
+    waiting: list[socket.socket] = []
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind(str(path))
+        listener.listen(0)
+        with pytest.raises(BlockingIOError):
+            while True:
+                waiting.append(socket.socket(socket.AF_UNIX))
+                waiting[-1].setblocking(False)
+                waiting[-1].connect(str(path))
+        try:
+            error = pool.submit(RpcServer, path, {}).exception(20)
+        finally:
+            for one in (*waiting, listener):
+                one.close()
+    assert isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    assert path.exists()
 
 
 def test_bdevs(control: Control) -> None:
