@@ -202,7 +202,9 @@ class NodeDrives:
                 if volume.drive not in self._files:
                     continue  # it goes when its drive is back
                 await self._e.target.remove_volume(self.spec(volume))
-                self._files[volume.drive].remove(volume.id)
+                self._try(volume.drive, lambda v=volume: self._files[v.drive].remove(v.id))  # type: ignore[misc]
+                if self._e.space.drives[volume.drive].state is DriveState.AWAY:
+                    continue
                 crash_point("start.after_unfinished_file_before_record")
                 number = volume.id.to_bytes(4, "big")
                 ops = [op for family in ("regions", "owners") for op in self._e.store.deletes(family, number)]

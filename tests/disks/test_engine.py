@@ -6,19 +6,23 @@ import asyncio
 import errno
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 import pytest
 
 from forebay.appliance.dataplane.interface import Barrier, VolumeErrors, VolumeSpec
+from forebay.appliance.dataplane.volumes import FileVolumes, claim_drive
 from forebay.appliance.namespace import checkpoint
-from forebay.appliance.namespace.space import DriveState
+from forebay.appliance.namespace.meta import NodeMeta
+from forebay.appliance.namespace.node import Node
+from forebay.appliance.namespace.space import Drive, DriveState
 from forebay.appliance.namespace.store import MemoryStore, Op
 from forebay.errors import OK, ForebayError, NoSpace, TargetFailed, Unavailable, WriteExpired
 from forebay.ids import BlockKey, GrantId, VolumeId
 from forebay.index import RowState
-from tests.sim.rig import Rig
+from tests.sim.rig import REGION, Rig
 from tests.sim.running import on_loop, until
 from tests.sim.target import SimTarget
 
@@ -167,6 +171,41 @@ async def test_a_drive_that_is_lost_while_a_region_is_claimed_has_no_room(rig: R
     await look(rig, DriveState.SERVING)
     assert await rig.put(m, b"k", VALUE) == OK
     rig.check()
+
+
+@on_loop
+async def test_a_deletion_left_on_a_drive_that_fails_is_left_again(
+    tmp_path: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await rig.start()
+    other = claim_drive(tmp_path / "other", node.meta.node_id)
+    await node.meta.name_drive("drive1", str(other.drive_uuid))
+
+    async def start() -> Node:
+        meta = await NodeMeta.load(rig.store, os.urandom, REGION)
+        drives = [Drive("drive0", str(rig.drive), 4), Drive("drive1", str(tmp_path / "other"), 4)]
+        return await Node.open(
+            *(rig.store, meta, rig.target), drives=drives, limits=rig.limits, clock=rig.clock, random=os.urandom
+        )
+
+    node = await start()
+    namespace = await node.create_namespace("t/n")
+    await node.state.namespaces.put(replace(namespace, deleting=True))
+    remove = FileVolumes.remove
+
+    def fail(volumes: FileVolumes, volume: VolumeId) -> None:
+        if volumes.drive == tmp_path / "other":
+            raise TargetFailed(f"drive {volumes.drive}: Input/output error")
+        remove(volumes, volume)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileVolumes, "remove", fail)
+        node = await start()
+        states = {drive.name: drive.state for drive in node.engine.space.drives.values()}
+        assert states == {"drive0": DriveState.SERVING, "drive1": DriveState.AWAY}
+        assert len(node.state.namespaces) == 1
+    node = await start()
+    assert not len(node.state.namespaces) and not len(node.state.volumes)
 
 
 @on_loop
