@@ -31,7 +31,7 @@ from forebay.appliance.namespace.changes import ChangeLog
 from forebay.appliance.namespace.events import EventLog, Waiters
 from forebay.appliance.namespace.eviction import EvictionPolicy
 from forebay.appliance.namespace.quarantine import Quarantined
-from forebay.appliance.namespace.records import PINNED, Record
+from forebay.appliance.namespace.records import FLUSHED, PINNED, Record
 from forebay.appliance.namespace.reserve import Reserve
 from forebay.appliance.namespace.sessions import Lease, Session, SessionState
 from forebay.appliance.namespace.space import Space
@@ -653,9 +653,14 @@ class Blocks:
             e.index.suspect(wrong)
             return standing - len(wrong), 0, 0, len(wrong)
         if wrong.size:
-            # a suspect may have been lost with the power: that says nothing of the medium
-            settled = wrong[e.index.state[wrong] == RowState.VISIBLE]
-            keep = self._to_quarantine(settled, "checksum")
+            # a suspect may have been lost with the power, which says nothing of the medium, unless it was flushed: then
+            # it is one that a reader doubted
+            settled = (e.index.state[wrong] == RowState.VISIBLE) | (e.index.flags[wrong] & FLUSHED != 0)
+            keep = self._to_quarantine(wrong[settled], "checksum")
+            _log.warning(
+                "volume %d: bytes of blocks at %s are not those that were stored: dropped, %d of %d to quarantine",
+                *(spec.volume, ", ".join(map(str, e.index.offset[wrong].tolist())), len(keep), len(wrong)),
+            )
             await self.retire(wrong, [asked[row].stored_key for row in wrong.tolist()], "bad", keep)
         return standing - len(wrong), len(wrong), 0, 0
 

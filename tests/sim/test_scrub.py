@@ -331,6 +331,17 @@ async def test_a_block_that_alone_cannot_be_read_is_bad(rig: Rig) -> None:
 
 
 @on_loop
+async def test_what_a_reader_found_bad_goes_to_quarantine_as_what_a_scrub_finds(rig: Rig) -> None:
+    m = await filled(asked_only(rig), 2)
+    where = await place(rig, m, b"0")
+    await spoil(rig, m, [b"0"])
+    await rig.node.blocks.doubt(m.session, [BlockKey(b"0"), BlockKey(b"1")])
+    assert rig.present(m, b"0", b"1") == [False, True]
+    assert held(rig) == [(*where, "checksum")]
+    rig.check()
+
+
+@on_loop
 async def test_what_power_took_is_no_fault_of_the_drive(rig: Rig) -> None:
     m = await filled(asked_only(rig), 2, durability=1)
     where = await place(rig, m, b"0")
