@@ -282,11 +282,14 @@ class Rpc:
 
 
 def _streamed(blocks: services.BlocksStub) -> dict[object, tuple[str, type[Message]]]:
-    """Name and class of the reply for each method that may go by the stream: those of one answer, with a context."""
+    """Name and class of the reply for each method that goes by the stream: those of one answer, with a context.
+
+    But for heartbeats: a stream that is full of calls would turn them away, and with them goes the session.
+    """
     return {
         getattr(blocks, method.name): (method.name, GetMessageClass(method.output_type))
         for method in pb.DESCRIPTOR.services_by_name["Blocks"].methods
-        if "context" in method.input_type.fields_by_name and not method.server_streaming
+        if "context" in method.input_type.fields_by_name and not method.server_streaming and method.name != "Heartbeat"
     }
 
 

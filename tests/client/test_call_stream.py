@@ -220,6 +220,20 @@ def test_close_ends_calls_under_way(node: ScriptedNode, threads: ThreadPoolExecu
         gate.open()
 
 
+def test_a_full_stream_keeps_no_heartbeat_back(
+    node: ScriptedNode, client: Client, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_stream, "_MAX_CALLS", 2)
+    gate, session = Gate(node), client._session
+    waiting = [threads.submit(client.match, KEYS) for _ in range(2)]
+    stream = session.rpc._stream._current
+    eventually(lambda: len(stream._waiting) == 2, "both are under way")  # type: ignore[union-attr]
+    assert session._beat(session.view, session._clock.monotonic_ms() + 30_000)
+    gate.open()
+    for one in waiting:
+        assert one.result(30).reasons == ("ok",) * 3
+
+
 # --- a whole node ---
 
 
