@@ -126,7 +126,7 @@ class Scrubber:
         Raises `Busy` while another that was asked for runs.
         """
         if self._asked is not None and self._asked.state == "running":
-            raise Busy("a scrub is running: wait for it, or stop it", retry_after_ms=1000)
+            raise Busy("a scrub is running: wait for it, or stop it")  # for days maybe: nobody asks again by itself
         now_ms = self._e.clock.monotonic_ms()
         self._asked = _Pass(
             rate_bytes_per_s or self._limits.rate_bytes_per_s, now_ms, namespace, name, self._e.clock.wall_ms()
