@@ -321,7 +321,11 @@ class NvmeTcpTransport(Transport):
                     if not pairs:
                         continue  # others have queues, and will give them back
                 elif not pairs:
-                    self._failed(association, e)
+                    with self._changed:
+                        others = association.open or association.opening > missing
+                    # That this call had too little time takes no connection from those that have or make one.
+                    if not (others and isinstance(e, DeadlineExceeded)):
+                        self._failed(association, e)
                     raise
             finally:
                 with self._changed:

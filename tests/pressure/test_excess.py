@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from forebay.client.transports.base import Outcome, ReadOp, Segment
-from forebay.client.transports.controller import SubsystemAddress
+from forebay.client.transports.controller import Controller, SubsystemAddress
 from forebay.client.transports.nvme_tcp import NvmeTcpTransport
 from forebay.client.transports.options import NvmeTcpOptions
+from forebay.client.transports.queue_pair import QueuePair
 from forebay.errors import Busy, ConnectionLost, DeadlineExceeded
 from forebay.nvmetcp import command
 from forebay.nvmetcp.spec import CnsValue
@@ -53,6 +54,45 @@ def test_a_client_gets_on_with_the_connections_that_it_has(rig: Rig) -> None:
     assert one.state().connections == PLACES - 1
     assert one.state().failures == 0
     one.close()
+
+
+@pytest.mark.parametrize("why", ["its turn to connect does not come", "the target is late"])
+def test_one_that_has_no_time_to_connect_takes_nobodys_connection(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    one, reading, go_on = transport(rig), threading.Event(), threading.Event()
+    monkeypatch.setattr(one, "_options", replace(one._options, call_connections=1))
+    real = rig.volume.read_into
+
+    def read_into(view: memoryview, offset_bytes: int) -> None:
+        reading.set()
+        assert go_on.wait(60)
+        real(view, offset_bytes)
+
+    monkeypatch.setattr(rig.volume, "read_view", None)
+    monkeypatch.setattr(rig.volume, "read_into", read_into)
+    with ThreadPoolExecutor(1) as pool:
+        patient = pool.submit(read, one, 60_000, 1)
+        try:
+            assert reading.wait(60)
+            if why == "the target is late":
+                monkeypatch.setattr(Controller, "open_queue", late)
+                hurried = read(one, 60_000, 1)
+            else:
+                with one._dialling:
+                    hurried = read(one, 50, 1)
+            state = one.state()
+        finally:
+            go_on.set()
+        assert isinstance(hurried[0].error, DeadlineExceeded)
+        assert state.connected and state.failures == 0
+        assert patient.result(60)[0].error is None
+    assert one.state().connections == 1, "it is kept"
+    one.close()
+
+
+def late(*_: object) -> QueuePair:
+    raise DeadlineExceeded("the target did not answer in time")
 
 
 def test_the_excess_is_told_what_to_do_and_comes_in_when_there_is_room(rig: Rig) -> None:
