@@ -81,10 +81,10 @@ class _Database:
                 column_families={name: _options(cache) for name in FAMILIES},
                 access_type=AccessType.read_only(False) if read_only else AccessType.read_write(),
             )
+            self.families = {name: self.db.get_column_family(name) for name in FAMILIES}
+            self.handles = {name: self.db.get_column_family_handle(name) for name in FAMILIES}
         except Exception as e:  # rocksdict raises bare Exception for all of RocksDB's errors
             raise _error(path, "metadata do not open", e, opening=True) from e
-        self.families = {name: self.db.get_column_family(name) for name in FAMILIES}
-        self.handles = {name: self.db.get_column_family_handle(name) for name in FAMILIES}
         self.readers = 0
 
     def close(self) -> None:
