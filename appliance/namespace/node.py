@@ -164,6 +164,7 @@ class Node:
 
     async def replay(self) -> None:
         """Make a target that restarted know again what it should: volumes, hosts of live sessions, live grants."""
+        self.writes.target_ended()  # before any flush can reach the new one
         await self.reconcile()
         await self.writes.replay_grants()
 

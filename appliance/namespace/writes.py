@@ -456,6 +456,8 @@ class Writes:
                 self.doom(writes)
                 self._e.space.drive_failed(volume, error)
                 raise
+            if any(w.doomed for w in writes):  # by what happened meanwhile: this flush vouches for nothing
+                raise Unavailable(f"volume {volume}: its drive failed, or its target ended, in the middle of a flush")
         return flushed
 
     def doom(self, writes: Iterable[PendingWrite]) -> None:
@@ -470,6 +472,14 @@ class Writes:
     def doom_volumes(self, volumes: Collection[VolumeId]) -> None:
         """`doom` for what is being written to volumes whose drive failed."""
         self.doom(w for w in self._by_digest.values() if w.extent is not None and w.extent.volume in volumes)
+
+    def target_ended(self) -> None:
+        """The target's process is gone, and with it what it knew of flushes that failed.
+
+        One that it began and did not answer for may have: the system says so once, and no flush of another process
+        hears of it. What was being written to such volumes is in doubt.
+        """
+        self.doom_volumes({volume for volume, seal in self._seals.items() if seal.take_unanswered()})
 
     # ------------------------------------------------------------------------------------------------ taking back
 
@@ -600,6 +610,12 @@ class _SharedSeal:
         self._grants: list[GrantId] = []
         self._next: asyncio.Task[Barrier] | None = None
         self._lock = asyncio.Lock()
+        self._unanswered = False
+
+    def take_unanswered(self) -> bool:
+        """Whether the target was asked and did not answer since. It counts once."""
+        found, self._unanswered = self._unanswered, False
+        return found
 
     async def wait(self, grants: Sequence[GrantId]) -> Barrier:
         """Seal these with those of others; raises what the target raised, for all of them."""
@@ -614,7 +630,14 @@ class _SharedSeal:
         async with self._lock:
             self._next = None  # who comes from here on needs a later one
             grants, self._grants = self._grants, []
-            return await self._target.seal(grants, self.volume)
+            self._unanswered = True
+            try:
+                found = await self._target.seal(grants, self.volume)
+            except (NoSpace, TargetFailed):
+                self._unanswered = False
+                raise
+            self._unanswered = False
+            return found
 
 
 def encode_tail(describe: dict[str, Any], hints: dict[str, Any]) -> bytes:

@@ -129,6 +129,51 @@ async def test_commits_that_overlap_share_one_outcome(rig: Rig) -> None:
     assert await first == await second == [OK]
 
 
+@on_loop
+@pytest.mark.parametrize("answered", [False, True], ids=["the flush was not answered", "no flush was under way"])
+async def test_what_a_flush_was_for_is_in_doubt_when_its_target_ends_without_an_answer(
+    rig: Rig, answered: bool
+) -> None:
+    """Linux tells of a failed write-back once: a target that ended knew, and the flush of the next hears nothing."""
+    await rig.start()
+    await rig.namespace()
+    m = await rig.open()
+    mine, other = await rig.allocate(m, b"mine", b"other")
+    assert mine.extent is not None and other.extent is not None
+    rows = []
+    for key, row in ((b"mine", mine), (b"other", other)):
+        assert row.extent is not None
+        rig.write(m, key, row.extent, VALUE)
+        rows.append((row.write_id, rig.sums(m, key, row.write_id, VALUE)))
+    if not answered:
+        rig.target.fail("seal")
+        assert await rig.node.writes.commit(m.session, rows[:1]) == [Unavailable.code]
+    rig.target.restart()
+    await rig.node.replay()
+    committed = await rig.node.writes.commit(m.session, rows)
+    assert committed == ([OK, OK] if answered else [WriteExpired.code] * 2)
+    assert rig.present(m, b"mine") == rig.present(m, b"other") == [answered]
+
+
+@on_loop
+async def test_a_flush_that_the_next_target_answers_vouches_for_nothing(rig: Rig) -> None:
+    await rig.start()
+    await rig.namespace()
+    m = await rig.open()
+    (row,) = await rig.allocate(m, b"k")
+    assert row.extent is not None
+    rig.write(m, b"k", row.extent, VALUE)
+    gate = rig.target.hold("seal")
+    rows = [(row.write_id, rig.sums(m, b"k", row.write_id, VALUE))]
+    commit = asyncio.ensure_future(rig.node.writes.commit(m.session, rows))
+    await gate.reached.wait()
+    rig.target.restart()
+    await rig.node.replay()
+    gate.open.set()
+    assert await commit == [Unavailable.code]
+    assert rig.present(m, b"k") == [False]
+
+
 @pytest.mark.parametrize(
     "tiles",
     [[], [TileSum(4, 1)], [TileSum(0, 1), TileSum(0, 2)]],
