@@ -25,7 +25,7 @@ from forebay.ids import HostIdentity
 from forebay.schema import Schema
 from forebay.testing.proxy import Action, Cut, FaultProxy, Moment
 from forebay.testing.steps import NvmeTcpSteps
-from tests.pressure.conftest import HANG_S, Node, eventually, own_threads
+from tests.pressure.conftest import HANG_S, Node, eventually
 
 DEADLINE_MS = 1_000
 LATE_S = 1.5
@@ -147,4 +147,3 @@ def cut_at(node: Node, moment: Moment, action: Action, step: str) -> None:
 def test_cut_at_every_step(node: Node, moment: Moment, action: Action) -> None:
     with node.leaving_nothing(), ThreadPoolExecutor(len(STEPS)) as pool:
         list(pool.map(partial(cut_at, node, moment, action), sorted(STEPS)))
-    assert not own_threads()
