@@ -75,8 +75,8 @@ class TargetProcess:
         self.socket.unlink(missing_ok=True)
         command = [sys.executable, "-m", "forebay.appliance.dataplane.target", "--socket", str(self.socket)]
         self.process = subprocess.Popen([*command, "--log", str(self.socket.with_suffix(".log"))])
-        eventually(self.socket.exists, "the control socket")
-        with JSONRPCClient(str(self.socket), conn_retries=50) as rpc:
+        eventually(self._listens, "the control socket")
+        with JSONRPCClient(str(self.socket)) as rpc:
             rpc.nvmf_create_transport(trtype="TCP", max_io_size=64 << 20)
             rpc.bdev_aio_create(name="v", filename=str(self.volume), block_size=4096)
             rpc.forebay_bdev_set_mode(name="v", mode="raw")
@@ -87,6 +87,11 @@ class TargetProcess:
             subsystems = rpc.nvmf_get_subsystems()
             mine = next(each for each in subsystems if each["nqn"] == NQN)
             self.port = int(mine["listen_addresses"][0]["trsvcid"])
+
+    def _listens(self) -> bool:
+        # Not by SPDK's client, which leaves its socket open when it cannot connect.
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(self.socket)) == 0
 
     def rpc(self) -> JSONRPCClient:
         return JSONRPCClient(str(self.socket))
