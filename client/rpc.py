@@ -20,6 +20,7 @@ from forebay import request_id
 from forebay.client.call_stream import CallStream, NotServed
 from forebay.clock import Clock
 from forebay.errors import (
+    ERROR_TRAILER,
     Busy,
     DeadlineExceeded,
     ForebayError,
@@ -34,13 +35,11 @@ from forebay.errors import (
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto import forebay_pb2_grpc as services
 
-__all__ = ["DEFAULT_PORT", "ERROR_TRAILER", "NodeAddress", "Rpc", "find_token"]
+__all__ = ["DEFAULT_PORT", "NodeAddress", "Rpc", "find_token"]
 
 _log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 7470
-ERROR_TRAILER = "forebay-error-bin"
-"""Trailer that carries `ForebayError.to_dict` as JSON."""
 MAX_MESSAGE_BYTES = 64 << 20
 
 _BY_STATUS: dict[grpc.StatusCode, type[ForebayError]] = {

@@ -7,7 +7,6 @@ unary twin. The stream adds what gRPC does for unary calls: ids, cancellation, a
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
@@ -153,7 +152,7 @@ class _CallStream:
                 raise InvalidArgument(f"call {message.id} is under way already", field="id")
             elif len(self._tasks) >= _MAX_CALLS or (self._bytes and self._bytes + len(message.request) > _MAX_BYTES):
                 # Answered here, so that a client that does not read what it is told is not read from either.
-                busy = pb.CallReply(id=message.id, error=_encoded(self._busy(message.method)))
+                busy = pb.CallReply(id=message.id, error=self._busy(message.method).to_json())
                 await asyncio.shield(self._keep(asyncio.create_task(self._write(busy))))
             else:
                 self._begin(message)
@@ -185,7 +184,7 @@ class _CallStream:
         try:
             reply = pb.CallReply(id=message.id, reply=encode(await self._perform(message)))
         except ForebayError as error:
-            reply = pb.CallReply(id=message.id, error=_encoded(error))
+            reply = pb.CallReply(id=message.id, error=error.to_json())
         self._working.pop(message.id, None)  # from here on a cancellation would leave half a write
         await self._write(reply)
 
@@ -216,10 +215,6 @@ class _CallStream:
                 self._stuck = error
                 self.drain()
                 raise
-
-
-def _encoded(error: ForebayError) -> bytes:
-    return json.dumps(error.to_dict()).encode()
 
 
 def _stopping() -> ForebayError:

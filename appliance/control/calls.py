@@ -4,13 +4,12 @@ Who calls (token in the connection's metadata), under which request id, how long
 wire, what is counted, and what becomes of work whose caller has gone. Methods behind it raise errors of
 `forebay.errors` and return messages.
 
-An error travels as its gRPC status plus one trailer, ``forebay-error-bin``: JSON of `ForebayError.to_dict`.
+An error travels as its gRPC status plus one trailer, ``forebay-error-bin``: `ForebayError.to_json`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter
@@ -30,6 +29,7 @@ from forebay.appliance.namespace.acl import Acl
 from forebay.appliance.namespace.desired_state import Principal
 from forebay.appliance.trace import Span, Tracer
 from forebay.errors import (
+    ERROR_TRAILER,
     GRPC_STATUS,
     OK,
     DeadlineExceeded,
@@ -40,7 +40,6 @@ from forebay.errors import (
 )
 
 __all__ = [
-    "ERROR_TRAILER",
     "MAX_DEADLINE_MS",
     "Call",
     "Calls",
@@ -59,7 +58,6 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-ERROR_TRAILER = "forebay-error-bin"
 MAX_DEADLINE_MS = 600_000
 _MAX_IN_FLIGHT = 2048
 _MAX_STREAMS = 16_384
@@ -259,7 +257,7 @@ async def taken(write: Awaitable[None]) -> None:
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ForebayError) -> None:
     """End a gRPC call with an error."""
     status = next(GRPC_STATUS[cls] for cls in type(error).__mro__ if cls in GRPC_STATUS)
-    trailer = ((ERROR_TRAILER, json.dumps(error.to_dict()).encode()),)
+    trailer = ((ERROR_TRAILER, error.to_json()),)
     await context.abort(grpc.StatusCode[status], error.message[:512], trailing_metadata=trailer)
 
 

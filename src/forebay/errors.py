@@ -9,10 +9,12 @@ path.
 
 from __future__ import annotations
 
+import json
 from typing import Any, ClassVar
 
 __all__ = [
     "BY_CODE",
+    "ERROR_TRAILER",
     "GRPC_STATUS",
     "HTTP_STATUS",
     "OK",
@@ -59,6 +61,8 @@ __all__ = [
 ]
 
 OK = 0
+ERROR_TRAILER = "forebay-error-bin"
+"""The gRPC trailer that carries `ForebayError.to_json`."""
 
 
 class ForebayError(Exception):
@@ -98,6 +102,10 @@ class ForebayError(Exception):
             "limit": self.limit,
             "retry_after_ms": self.retry_after_ms,
         }
+
+    def to_json(self) -> bytes:
+        """`to_dict` as it goes from node to client, in a trailer or in a message of the stream of calls."""
+        return json.dumps(self.to_dict()).encode()
 
 
 class InvalidArgument(ForebayError):
