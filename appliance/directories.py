@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["make_directory", "sync_directory"]
+__all__ = ["make_directory", "probe_directory", "sync_directory"]
+
+_PROBE_FILE = "forebay.probe"
 
 
 def sync_directory(path: Path) -> None:
@@ -34,3 +37,20 @@ def make_directory(path: Path) -> None:
             # what we may not read we did not make; and not every file system syncs directories
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS):
                 raise
+
+
+def probe_directory(path: Path, length_bytes: int) -> None:
+    """See whether its file system takes writes: a file of so many bytes is made stable and removed. Raises OSError."""
+    probe = path / _PROBE_FILE
+    try:
+        handle = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            left = memoryview(bytes(length_bytes))
+            while left:
+                left = left[os.write(handle, left) :]
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    finally:
+        with suppress(OSError):
+            os.unlink(probe)

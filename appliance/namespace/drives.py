@@ -22,7 +22,6 @@ import os
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from forebay.appliance.dataplane.block_volumes import is_device
 from forebay.appliance.dataplane.interface import VolumeErrors, VolumeSpec
 from forebay.appliance.dataplane.labels import LabelledVolumes, VolumeLabel, translated, volume_size_bytes
 from forebay.appliance.dataplane.volumes import open_drive, volumes_on
+from forebay.appliance.directories import probe_directory
 from forebay.appliance.namespace.blocks import Engine
 from forebay.appliance.namespace.desired_state import DesiredState, Namespace, Volume
 from forebay.appliance.namespace.meta import NodeMeta
@@ -46,7 +46,6 @@ __all__ = ["NodeDrives"]
 
 _log = logging.getLogger(__name__)
 _MAX_NSID = 1024
-_PROBE_FILE = "forebay.probe"
 _PROBE_BYTES = 64 << 10
 _HANGS_MS = 30_000
 """A look that takes longer waits for a drive that is away."""
@@ -523,7 +522,7 @@ def _look_at(drive: Path, node_id: bytes, identity: uuid.UUID, volumes: list[Pat
             if space.f_flag & os.ST_RDONLY:
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS))
             if closely:
-                _write_probe(drive / _PROBE_FILE)
+                probe_directory(drive, _PROBE_BYTES)
         return _Look(DriveState.SERVING, free_bytes=space.f_bavail * space.f_frsize)
     except NoSpace:
         return _Look(DriveState.SERVING, free_bytes=0)  # full is not failed: the allocator knows what to do
@@ -554,17 +553,3 @@ def _flush(path: Path) -> None:
         os.fdatasync(handle)
     finally:
         os.close(handle)
-
-
-def _write_probe(path: Path) -> None:
-    """Write a file and make it stable. Raises OSError."""
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(handle, bytes(_PROBE_BYTES))
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    finally:
-        with suppress(OSError):
-            os.unlink(path)

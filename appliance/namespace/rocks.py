@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from rocksdict import AccessType, BlockBasedOptions, Cache, DBRecoveryMode, Options, Rdict, WriteBatch, WriteOptions
 
-from forebay.appliance.directories import make_directory
+from forebay.appliance.directories import make_directory, probe_directory
 from forebay.appliance.histogram import Histogram
 from forebay.appliance.namespace.store import FAMILIES, Op, Store
 from forebay.crashpoints import crash_point
@@ -42,7 +41,6 @@ _RETRY_S = 1.0
 _READERS_S = 5.0
 """How long a reopening waits for those who read."""
 _PROBE_BYTES = 1 << 20
-_PROBE_FILE = "forebay.probe"
 
 
 @dataclass(slots=True)
@@ -300,7 +298,7 @@ class RocksStore(Store):
     def _heal(self) -> None:
         """Open the database again if its file system takes writes; else later."""
         try:
-            _probe(self._path)
+            probe_directory(self._path, _PROBE_BYTES)
             with self._reading:
                 if self._database is not None:
                     database, self._database = self._database, None
@@ -321,23 +319,6 @@ class RocksStore(Store):
         self._problem = None
         self.reopened += 1
         _log.warning("%s: metadata can be written again", self._path)
-
-
-def _probe(folder: Path) -> None:
-    """Write a file and make it stable. Raises OSError while that cannot be done."""
-    path = folder / _PROBE_FILE
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            left = memoryview(bytes(_PROBE_BYTES))
-            while left:
-                left = left[os.write(handle, left) :]
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    finally:
-        with suppress(OSError):
-            os.unlink(path)
 
 
 def _resolve(done: asyncio.Future[None], error: Exception | None) -> None:
