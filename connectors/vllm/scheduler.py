@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from forebay.client import Client, ClientOptions, connect
+from forebay.client import Client, ClientOptions
 from forebay.clock import Clock
 from forebay.connectors.guard import Guard
 from forebay.connectors.keys import block_key, variant
@@ -24,7 +24,7 @@ from forebay.connectors.vllm.modes import ModeSwitch
 from forebay.connectors.vllm.requests import Probe, Tracked
 from forebay.connectors.vllm.saves import Saves
 from forebay.connectors.vllm.settings import Settings
-from forebay.ids import MAX_BATCH_KEYS, BlockKey
+from forebay.ids import MAX_BATCH_KEYS
 from forebay.schema import Schema
 
 __all__ = ["SchedulerHalf"]
@@ -68,19 +68,8 @@ class SchedulerHalf:
         settings = self._settings
         self._schema = schema
         self._block_bytes = schema.groups[0].layout().value_bytes
-
-        def open_client() -> Client:
-            return connect(
-                settings.url,
-                namespace=settings.namespace,
-                schema=schema,
-                generation=settings.generation,
-                token=settings.token(),
-                scopes=(settings.scope,) if settings.scope else (),
-                options=options,
-            )
-
-        self._link = Link(open_client, self._clock, f"forebay {settings.url} {settings.namespace}")
+        what = f"forebay {settings.url} {settings.namespace}"
+        self._link = Link(lambda: settings.connect(schema, options), self._clock, what)
         self._link.wait(options.connect_ms)
 
     def close(self) -> None:
@@ -118,8 +107,7 @@ class SchedulerHalf:
             prefix = variant(adapter=content, salt=salt)
             if not hashes:
                 return Probe(prefix)
-            scope = self._scope(client)
-            keys = [BlockKey(block_key(block_hash, prefix), 0, scope) for block_hash in hashes]
+            keys = self._settings.named(client, [block_key(block_hash, prefix) for block_hash in hashes])
             reasons = client.match(keys, deadline_ms=self._settings.probe_timeout_ms).reasons
             if self._link is not None:
                 self._link.note(reasons)
@@ -234,7 +222,7 @@ class SchedulerHalf:
             if tracked is not None:
                 self._whole_blocks(tracked, scheduled, output.kv_connector_block_state, blocks)
         rows, each = list(blocks.items()), min(MAX_BATCH_KEYS, max(1, _SAVE_BYTES // self._block_bytes))
-        scope = self._scope(client)
+        scope = self._settings.scope_id(client)
         return tuple([self._saves.begin(link, scope, dict(rows[i : i + each])) for i in range(0, len(rows), each)])
 
     def _whole_blocks(self, tracked: Tracked, scheduled: int, state: Any, blocks: dict[bytes, int]) -> None:
@@ -303,6 +291,3 @@ class SchedulerHalf:
 
     def _client(self) -> Client | None:
         return None if self._link is None else self._link.client
-
-    def _scope(self, client: Client) -> int:
-        return client.scope_ids.get(self._settings.scope, 0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from forebay.client import Client, ClientOptions, connect
 from forebay.errors import ConfigInvalid
+from forebay.ids import BlockKey
+from forebay.schema import Schema
 
 __all__ = ["Mode", "SavePolicy", "Settings"]
 
@@ -98,3 +101,36 @@ class Settings:
             return Path(self.token_file).expanduser().read_text().strip()
         except OSError as e:
             raise ConfigInvalid(f"{self.token_file} cannot be read: {e.strerror}", field="token_file") from e
+
+    def connect(self, schema: Schema, options: ClientOptions, *, session_token: bytes = b"") -> Client:
+        """A client in a session of its own, or, with its token, in that of another process. Raises `ForebayError`."""
+        scopes, token = (self.scope,) if self.scope else (), self.token()
+        if not session_token:
+            return connect(
+                self.url,
+                namespace=self.namespace,
+                schema=schema,
+                generation=self.generation,
+                token=token,
+                scopes=scopes,
+                options=options,
+            )
+        return Client.join(
+            self.url,
+            session_token=session_token,
+            namespace=self.namespace,
+            schema=schema,
+            generation=self.generation,
+            token=token,
+            scopes=scopes,
+            options=options,
+        )
+
+    def scope_id(self, client: Client) -> int:
+        """The number of `scope` in the client's session."""
+        return client.scope_ids.get(self.scope, 0)
+
+    def named(self, client: Client, keys: Iterable[bytes]) -> list[BlockKey]:
+        """Keys as the client takes them, in `scope`."""
+        scope = self.scope_id(client)
+        return [BlockKey(key, 0, scope) for key in keys]

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
-from forebay.client import Client, ClientOptions, WritePlan
+from forebay.client import ClientOptions, WritePlan
 from forebay.clock import Clock
 from forebay.connectors.vllm.blocks import BlockTensors
 from forebay.connectors.vllm.counters import Counters
 from forebay.connectors.vllm.link import Link
 from forebay.connectors.vllm.messages import Load, Save, SessionOffer, StepWork, WorkerFacts, WorkerReport
 from forebay.connectors.vllm.settings import Settings
-from forebay.ids import BlockKey
 from forebay.ranks import held_tiles, written_tiles
 from forebay.schema import Group, Schema
 
@@ -114,23 +113,14 @@ class WorkerHalf:
         self._group = group
         self._tiles = held_tiles(group, self._rank, self._ranks)
         self._tensors = BlockTensors(self._caches, group, self._facts.heads)
-
-        def open_client() -> Client:
-            return Client.join(
-                settings.url,
-                session_token=offer.token,
-                namespace=settings.namespace,
-                schema=schema,
-                generation=settings.generation,
-                token=settings.token(),
-                scopes=(settings.scope,) if settings.scope else (),
-                options=self._options,
-            )
-
         if self._link is not None:
             self._loading.submit(self._link.close)
         self._offer = offer
-        self._link = Link(open_client, self._clock, f"forebay rank {self._rank}")
+        self._link = Link(
+            lambda: settings.connect(schema, self._options, session_token=offer.token),
+            self._clock,
+            f"forebay rank {self._rank}",
+        )
 
     def end(self, work: StepWork) -> None:
         """The step has been computed: take copies of the blocks that are whole now, and store them."""
@@ -230,7 +220,7 @@ class WorkerHalf:
                 self._counters.add("lost_blocks", len(load.keys) - start, why)
                 break
             values = torch.empty((len(keys), tensors.value_bytes), dtype=torch.uint8)
-            named = self._named(client, keys)
+            named = self._settings.named(client, keys)
             results = client.get_into(named, list(values.numpy()), tiles=self._tiles, deadline_ms=left_ms)
             link.note([result.reason for result in results])
             hits = [row for row, result in enumerate(results) if result.hit]
@@ -270,7 +260,7 @@ class WorkerHalf:
             # What was not planned was counted by whoever planned.
             ended = [(part.reason, part.committed, part.reason in _NOT_PLANNED) for part in parts]
         else:
-            blocks = client.put(self._named(client, save.keys), rows, deadline_ms=deadline_ms)
+            blocks = client.put(self._settings.named(client, save.keys), rows, deadline_ms=deadline_ms)
             ended = [(block.reason, block.stored, block.present) for block in blocks]
             self._counters.add("present_blocks", sum(block.present and not block.stored for block in blocks))
         link.note([reason for reason, _, _ in ended])
@@ -281,7 +271,3 @@ class WorkerHalf:
         for reason in failed:
             self._counters.add("unstored_blocks", reason=reason)
         return not failed
-
-    def _named(self, client: Client, keys: Sequence[bytes]) -> list[BlockKey]:
-        scope = client.scope_ids.get(self._settings.scope, 0)
-        return [BlockKey(key, 0, scope) for key in keys]
