@@ -194,9 +194,9 @@ class ScrubStatus:
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedExtent:
-    """An extent that nobody gets, because the drive did not give back what was written there.
+    """An extent that nobody gets: the drive did not give back what was written there, or did not take it.
 
-    ``reason`` is ``checksum`` (other bytes) or ``read_error`` (none at all).
+    ``reason`` is ``checksum`` (other bytes), ``read_error`` (none at all) or ``write_error``.
     """
 
     volume: int

@@ -207,7 +207,7 @@ class _Demo:
         written = format_size(sum(o.written_bytes for o in self.outcomes))
         read = format_size(sum(o.read_bytes for o in self.outcomes))
         note = f"hit rate {hit:.0%}, written {written}, read {read}"
-        self._display.advance(len(self.outcomes), len(self._part.requests), note)
+        self._display.show(len(self.outcomes), len(self._part.requests), note)
 
     def _interrupt(self, node: DemoNode, while_down: Callable[[Path], None]) -> None:
         """Kill daemon and target while replicas are at work, start them again, and read everything back."""
