@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forebay.appliance.dataplane.volumes import MIN_REGION_BYTES, REGION_UNIT_BYTES
+from forebay.appliance.dataplane.labels import MIN_REGION_BYTES, REGION_UNIT_BYTES
 from forebay.appliance.settings import (
     Boolean,
     Choice,

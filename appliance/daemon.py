@@ -35,16 +35,9 @@ from forebay.appliance.control.load import LoadEstimate
 from forebay.appliance.control.server import ControlServer
 from forebay.appliance.dataplane.embedded import EmbeddedTarget, TransportLimits
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
-from forebay.appliance.dataplane.labels import translated
+from forebay.appliance.dataplane.labels import DriveIdentity, translated
 from forebay.appliance.dataplane.supervisor import Supervisor
-from forebay.appliance.dataplane.volumes import (
-    DriveIdentity,
-    claim_drive,
-    discard_drive,
-    drive_space,
-    open_drive,
-    require_capacity,
-)
+from forebay.appliance.dataplane.volumes import claim_drive, discard_drive, drive_space, open_drive, require_capacity
 from forebay.appliance.directories import make_directory
 from forebay.appliance.namespace.acl import hash_token, new_token
 from forebay.appliance.namespace.checkpoint import FILE_NAME

@@ -23,8 +23,6 @@ from forebay.appliance.dataplane.block_volumes import (
 )
 from forebay.appliance.dataplane.labels import (
     LABEL_BYTES,
-    MIN_REGION_BYTES,
-    REGION_UNIT_BYTES,
     DriveIdentity,
     DriveSpace,
     LabelledVolumes,
@@ -46,20 +44,12 @@ from forebay.errors import (
 from forebay.ids import VolumeId
 
 __all__ = [
-    "LABEL_BYTES",
-    "MIN_REGION_BYTES",
-    "REGION_UNIT_BYTES",
-    "DriveIdentity",
-    "DriveSpace",
     "FileVolumes",
-    "LabelledVolumes",
-    "VolumeLabel",
     "claim_drive",
     "discard_drive",
     "drive_space",
     "open_drive",
     "require_capacity",
-    "volume_size_bytes",
     "volumes_on",
 ]
 

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from forebay.appliance.dataplane.extents import ExtentMap
+from forebay.appliance.dataplane.labels import LabelledVolumes, VolumeLabel, volume_size_bytes
 from forebay.appliance.dataplane.target.volume import Volume as OpenVolume
-from forebay.appliance.dataplane.volumes import LabelledVolumes, VolumeLabel, open_drive, volume_size_bytes
+from forebay.appliance.dataplane.volumes import open_drive
 from forebay.appliance.namespace.blocks import Engine, owner_key, tile_ranges
 from forebay.appliance.namespace.changes import ChangeLog
 from forebay.appliance.namespace.desired_state import DesiredState, Volume

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from forebay.appliance.dataplane.block_volumes import BlockVolumes
+from forebay.appliance.dataplane.labels import LABEL_BYTES
 from forebay.appliance.dataplane.target.volume import Volume
 from forebay.appliance.dataplane.volumes import (
-    LABEL_BYTES,
     FileVolumes,
     claim_drive,
     discard_drive,

@@ -10,16 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.appliance.dataplane.volumes import (
-    LABEL_BYTES,
-    FileVolumes,
-    VolumeLabel,
-    claim_drive,
-    drive_space,
-    open_drive,
-    require_capacity,
-    volume_size_bytes,
-)
+from forebay.appliance.dataplane.labels import LABEL_BYTES, VolumeLabel, volume_size_bytes
+from forebay.appliance.dataplane.volumes import FileVolumes, claim_drive, drive_space, open_drive, require_capacity
 from forebay.errors import AlreadyExists, CapacityShort, InvalidArgument, NoSpace, VolumeMismatch
 from forebay.ids import NamespaceId, VolumeId
 
