@@ -48,6 +48,23 @@ SOUND = Seen(True, ("ok", FRESH))
 GONE, HARM = Seen(False, ("ok", FRESH)), Seen(False, ("checksum_mismatch", b""))
 
 
+def read_while_full(node: Node, wire: Wire, full: str, *, deleted: bool = False) -> Seen:
+    """Read a block; when that is on its way more blocks are stored than the namespace holds."""
+    with node.client(wire=wire, namespace=full) as reader, node.client(namespace=full) as writer:
+        assert reader.put([b"leased"], [FRESH])[0].stored
+        wire.hold("out")
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(got, reader, b"leased")
+            wire.await_kept("out", COMMAND_BYTES)
+            if deleted:
+                assert writer.delete([b"leased"]) == ["ok"]
+            for number in range(3 * BLOCKS):
+                assert writer.put([b"%d" % number], [bytes(4096)])[0].stored
+            present = writer.match([b"leased"]).present[0]
+            wire.deliver("out")
+            return Seen(present, reading.result(60))
+
+
 @pytest.mark.parametrize(
     ("removed", "seen"),
     [
@@ -59,17 +76,7 @@ GONE, HARM = Seen(False, ("ok", FRESH)), Seen(False, ("checksum_mismatch", b""))
 )
 def test_a_leased_block(node: Node, wire: Wire, full: str, removed: Out, seen: Seen) -> None:
     """The read is on its way while more blocks are stored than the namespace holds."""
-    with node.client(wire=wire, namespace=full) as reader, node.client(namespace=full) as writer:
-        assert reader.put([b"leased"], [FRESH])[0].stored
-        wire.hold("out")
-        with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(got, reader, b"leased")
-            wire.await_kept("out", COMMAND_BYTES)
-            for number in range(3 * BLOCKS):
-                assert writer.put([b"%d" % number], [bytes(4096)])[0].stored
-            present = writer.match([b"leased"]).present[0]
-            wire.deliver("out")
-            assert Seen(present, reading.result(60)) == seen
+    assert read_while_full(node, wire, full) == seen
 
 
 @pytest.mark.parametrize(
@@ -78,18 +85,7 @@ def test_a_leased_block(node: Node, wire: Wire, full: str, removed: Out, seen: S
 )
 def test_a_leased_block_that_is_deleted(node: Node, wire: Wire, full: str, removed: Out, seen: Seen) -> None:
     """It is not found any more, and who had found it reads it all the same."""
-    with node.client(wire=wire, namespace=full) as reader, node.client(namespace=full) as writer:
-        assert reader.put([b"leased"], [FRESH])[0].stored
-        wire.hold("out")
-        with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(got, reader, b"leased")
-            wire.await_kept("out", COMMAND_BYTES)
-            assert writer.delete([b"leased"]) == ["ok"]
-            for number in range(3 * BLOCKS):
-                assert writer.put([b"%d" % number], [bytes(4096)])[0].stored
-            present = writer.match([b"leased"]).present[0]
-            wire.deliver("out")
-            assert Seen(present, reading.result(60)) == seen
+    assert read_while_full(node, wire, full, deleted=True) == seen
 
 
 @pytest.mark.parametrize(

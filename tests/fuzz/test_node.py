@@ -161,25 +161,13 @@ class Hostile:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(30)
             sock.connect(str(path))
-            try:
-                sock.sendall(asked)
-                sock.shutdown(socket.SHUT_WR)
-                while sock.recv(1 << 16):
-                    pass
-            except ConnectionError:
-                pass
+            say(sock, asked)
 
     def no_http(self) -> None:
         """Bytes to the port of the control service that are no HTTP/2."""
         port = int(self.node.grpc.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
-            try:
-                sock.sendall(self.random.randbytes(self.random.randrange(1, 400)))
-                sock.shutdown(socket.SHUT_WR)
-                while sock.recv(1 << 16):
-                    pass
-            except ConnectionError:
-                pass
+            say(sock, self.random.randbytes(self.random.randrange(1, 400)))
 
     def round(self) -> None:
         for attack in (self.pdus, self.pdus, self.pdus, self.message, self.message, self.stream, self.control_socket):
@@ -188,6 +176,17 @@ class Hostile:
 
     def close(self) -> None:
         self.caller.close()
+
+
+def say(sock: socket.socket, data: bytes) -> None:
+    """Send it all and hear whatever comes until the other end closes."""
+    try:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
 
 
 def create(name: str) -> pb.CreateNamespaceRequest:

@@ -122,30 +122,28 @@ static int fd_fails(uint32_t operation, int fd)
 
 static uint32_t opening(int flags) { return flags & O_CREAT ? CREATE | OPEN : OPEN; }
 
+/* The argument behind flags, which is there only where a file may be made. */
+#define TAKE_MODE(flags) \
+    mode_t mode = 0; \
+    if (flags & (O_CREAT | O_TMPFILE)) { \
+        va_list rest; \
+        va_start(rest, flags); \
+        mode = va_arg(rest, mode_t); \
+        va_end(rest); \
+    }
+
 #define OPENS(name) \
     int name(const char *path, int flags, ...) \
     { \
         ORIGINAL(name); \
-        mode_t mode = 0; \
-        if (flags & (O_CREAT | O_TMPFILE)) { \
-            va_list rest; \
-            va_start(rest, flags); \
-            mode = va_arg(rest, mode_t); \
-            va_end(rest); \
-        } \
+        TAKE_MODE(flags) \
         return path_fails(opening(flags), AT_FDCWD, path) ? -1 : original(path, flags, mode); \
     }
 #define OPENS_AT(name) \
     int name(int folder, const char *path, int flags, ...) \
     { \
         ORIGINAL(name); \
-        mode_t mode = 0; \
-        if (flags & (O_CREAT | O_TMPFILE)) { \
-            va_list rest; \
-            va_start(rest, flags); \
-            mode = va_arg(rest, mode_t); \
-            va_end(rest); \
-        } \
+        TAKE_MODE(flags) \
         return path_fails(opening(flags), folder, path) ? -1 : original(folder, path, flags, mode); \
     }
 OPENS(open)

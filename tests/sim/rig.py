@@ -104,6 +104,12 @@ class Rig:
         await self.node.release_empty_regions()
         return self.node
 
+    async def begin(self) -> Member:
+        """Start, and make a namespace and a session with it."""
+        await self.start()
+        await self.namespace()
+        return await self.open()
+
     async def restart(self, *, clean: bool = False) -> Node:
         """Stop (cleanly, or as a kill does) and start."""
         if clean:
@@ -185,11 +191,16 @@ class Rig:
         (row,) = await self.allocate(member, key, size=len(value), **options)  # type: ignore[arg-type]
         if row.extent is None:
             return row.status
-        self.write(member, key, row.extent, value)
-        (status,) = await self.node.writes.commit(
-            member.session, [(row.write_id, self.sums(member, key, row.write_id, value))]
-        )
+        (status,) = await self.node.writes.commit(member.session, [self.written(member, key, row, value)])
         return status
+
+    def written(
+        self, member: Member, key: bytes | BlockKey, row: Allocation, value: bytes
+    ) -> tuple[WriteId, list[TileSum]]:
+        """Write a value to where it was allocated; what its commit names."""
+        assert row.extent is not None
+        self.write(member, key, row.extent, value)
+        return row.write_id, self.sums(member, key, row.write_id, value)
 
     # ------------------------------------------------------------------------------------------------ reading
 

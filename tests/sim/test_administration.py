@@ -15,9 +15,7 @@ VALUE = bytes(range(256)) * 64
 
 @on_loop
 async def test_status_is_told_while_the_target_does_not_answer(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     assert await rig.put(m, b"k", VALUE) == OK
     administration = Administration(rig.node, "node", lambda: 3)
     assert (await administration.status()).target.kind != NOT_ANSWERING
@@ -30,9 +28,7 @@ async def test_status_is_told_while_the_target_does_not_answer(rig: Rig) -> None
 @on_loop
 async def test_a_session_has_no_more_processes_than_its_bound(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_module, "_MAX_HOSTS", 2)
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     await rig.join(m)
     with pytest.raises(Busy):
         await rig.node.join_session(ADMIN, m.session.token)

@@ -32,9 +32,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Rig:
 
 
 async def _filled(rig: Rig) -> Member:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     for key in KEYS:
         assert await rig.put(m, key, VALUE) == OK
     return m

@@ -17,9 +17,7 @@ VALUE = bytes(range(256)) * 64
 
 @on_loop
 async def test_a_deletion_goes_on_only_when_commits_under_way_have_ended(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     (row,) = await rig.allocate(m, b"k", size=len(VALUE))
     assert row.extent is not None
     rig.write(m, b"k", row.extent, VALUE)
@@ -46,9 +44,7 @@ async def test_a_deletion_goes_on_only_when_commits_under_way_have_ended(rig: Ri
 async def test_a_deletion_that_a_start_finishes_leaves_no_owners(tmp_path: Path) -> None:
     """Also when the index comes from a checkpoint, which has no rows of such a namespace."""
     rig = Rig(tmp_path / "drive", checkpoint=tmp_path / "index.checkpoint")
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     assert await rig.put(m, b"k", VALUE) == OK
     assert await rig.node.checkpoint()
     namespace = rig.node.state.namespace("t/n")

@@ -12,9 +12,7 @@ KEYS = [b"a", b"b", b"c"]
 
 
 async def _stored(rig: Rig) -> Member:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     for key in KEYS:
         assert await rig.put(m, key, VALUE) == OK
     return m

@@ -50,9 +50,7 @@ assert len(VALUE) == GRID.groups[0].layout().value_bytes
 
 @on_loop
 async def test_put_then_get(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     assert await rig.get(m, b"k") is None
     assert await rig.put(m, b"k", VALUE) == OK
     assert await rig.get(m, b"k") == VALUE
@@ -80,9 +78,7 @@ async def test_keyspaces_generations_scopes_and_groups_never_meet(rig: Rig) -> N
 
 @on_loop
 async def test_nothing_is_visible_before_the_last_tile(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     (row,) = await rig.allocate(m, b"k")
     assert row.extent is not None
     rig.write(m, b"k", row.extent, VALUE)
@@ -97,9 +93,7 @@ async def test_nothing_is_visible_before_the_last_tile(rig: Rig) -> None:
 
 @on_loop
 async def test_commit_twice_gets_the_first_answer(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     (row,) = await rig.allocate(m, b"k")
     assert row.extent is not None
     rig.write(m, b"k", row.extent, VALUE)
@@ -112,9 +106,7 @@ async def test_commit_twice_gets_the_first_answer(rig: Rig) -> None:
 
 @on_loop
 async def test_commits_that_overlap_share_one_outcome(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     (row,) = await rig.allocate(m, b"k")
     assert row.extent is not None
     rig.write(m, b"k", row.extent, VALUE)
@@ -135,16 +127,9 @@ async def test_what_a_flush_was_for_is_in_doubt_when_its_target_ends_without_an_
     rig: Rig, answered: bool
 ) -> None:
     """Linux tells of a failed write-back once: a target that ended knew, and the flush of the next hears nothing."""
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     mine, other = await rig.allocate(m, b"mine", b"other")
-    assert mine.extent is not None and other.extent is not None
-    rows = []
-    for key, row in ((b"mine", mine), (b"other", other)):
-        assert row.extent is not None
-        rig.write(m, key, row.extent, VALUE)
-        rows.append((row.write_id, rig.sums(m, key, row.write_id, VALUE)))
+    rows = [rig.written(m, b"mine", mine, VALUE), rig.written(m, b"other", other, VALUE)]
     if not answered:
         rig.target.fail("seal")
         assert await rig.node.writes.commit(m.session, rows[:1]) == [Unavailable.code]
@@ -157,14 +142,10 @@ async def test_what_a_flush_was_for_is_in_doubt_when_its_target_ends_without_an_
 
 @on_loop
 async def test_a_flush_that_the_next_target_answers_vouches_for_nothing(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     (row,) = await rig.allocate(m, b"k")
-    assert row.extent is not None
-    rig.write(m, b"k", row.extent, VALUE)
+    rows = [rig.written(m, b"k", row, VALUE)]
     gate = rig.target.hold("seal")
-    rows = [(row.write_id, rig.sums(m, b"k", row.write_id, VALUE))]
     commit = asyncio.ensure_future(rig.node.writes.commit(m.session, rows))
     await gate.reached.wait()
     rig.target.restart()
@@ -181,9 +162,7 @@ async def test_a_flush_that_the_next_target_answers_vouches_for_nothing(rig: Rig
 )
 @on_loop
 async def test_commit_outside_the_grid_is_refused_and_nothing_is_done(rig: Rig, tiles: list[TileSum]) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     good, bad = await rig.allocate(m, b"good", b"bad")
     assert good.extent is not None
     rig.write(m, b"good", good.extent, VALUE)
@@ -199,9 +178,7 @@ async def test_commit_outside_the_grid_is_refused_and_nothing_is_done(rig: Rig, 
 
 @on_loop
 async def test_a_tile_cannot_be_committed_with_another_checksum(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     (row,) = await rig.allocate(m, b"k")
     await rig.node.writes.commit(m.session, [(row.write_id, [TileSum(0, 1)])])
     with pytest.raises(GridInvalid):
@@ -228,9 +205,7 @@ async def test_one_writer_a_key(rig: Rig) -> None:
 
 @on_loop
 async def test_batches_lie_in_consecutive_extents(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     rows = await rig.allocate(m, *[b"%d" % i for i in range(100)])
     ends = [r.extent.end_bytes for r in rows if r.extent]
     starts = [r.extent.offset_bytes for r in rows if r.extent]
@@ -239,9 +214,7 @@ async def test_batches_lie_in_consecutive_extents(rig: Rig) -> None:
 
 @on_loop
 async def test_duplicates_are_refused_in_writes_and_allowed_in_reads(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     with pytest.raises(DuplicateKey) as caught:
         await rig.allocate(m, b"a", b"b", b"a")
     assert caught.value.field == "keys[2]"
@@ -256,9 +229,7 @@ async def test_duplicates_are_refused_in_writes_and_allowed_in_reads(rig: Rig) -
 @on_loop
 async def test_leases_of_a_block_cannot_overflow(rig: Rig) -> None:
     """A batch may name one key many times; the count of leases is 16 bits wide and must not wrap to zero."""
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     await rig.put(m, b"a", VALUE)
     held, statuses = 0, set()
     for _ in range(6):
@@ -365,9 +336,7 @@ async def test_a_match_of_plain_keys_answers_as_one_with_columns(rig: Rig, prese
 async def test_a_target_that_does_not_answer_loses_nothing(rig: Rig, method: str, seal: bool, done: bool) -> None:
     """A target that seals may do half of it."""
     rig.target = SimTarget(seal=seal)
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     rig.target.fail(method, done=done)
     if method == "grant":
         with pytest.raises(Unavailable):
@@ -390,13 +359,9 @@ async def test_a_target_that_does_not_answer_loses_nothing(rig: Rig, method: str
 @on_loop
 async def test_a_commit_may_be_tried_again_after_the_target_failed(rig: Rig, seal: bool) -> None:
     rig.target = SimTarget(seal=seal)
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     (row,) = await rig.allocate(m, b"k")
-    assert row.extent is not None
-    rig.write(m, b"k", row.extent, VALUE)
-    rows: Sequence[tuple[WriteId, list[TileSum]]] = [(row.write_id, rig.sums(m, b"k", row.write_id, VALUE))]
+    rows = [rig.written(m, b"k", row, VALUE)]
     rig.target.fail("barrier")
     assert await rig.node.writes.commit(m.session, rows) == [Unavailable.code]
     assert await rig.node.writes.commit(m.session, rows) == [OK]
@@ -408,9 +373,7 @@ async def test_a_commit_may_be_tried_again_after_the_target_failed(rig: Rig, sea
 async def test_commits_that_come_while_one_is_sealed_share_the_next(rig: Rig, seal: bool) -> None:
     """Two seals for five commits, and in each all grants are revoked before the barrier begins."""
     rig.target = SimTarget(seal=seal)
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     rows = await rig.allocate(m, *[b"%d" % i for i in range(5)])
     for i, row in enumerate(rows):
         assert row.extent is not None
@@ -441,9 +404,7 @@ async def test_commits_that_come_while_one_is_sealed_share_the_next(rig: Rig, se
 
 @on_loop
 async def test_a_seal_that_fails_is_the_outcome_of_all_who_shared_it_and_of_no_other(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     rows = await rig.allocate(m, b"0", b"1", b"2")
     for i, row in enumerate(rows):
         assert row.extent is not None
@@ -472,9 +433,7 @@ async def test_a_seal_that_fails_is_the_outcome_of_all_who_shared_it_and_of_no_o
 @on_loop
 async def test_a_block_whose_barrier_is_unknown_is_verified_after_an_unclean_stop(rig: Rig, seal: bool) -> None:
     rig.target = SimTarget(seal=seal, barrier=Barrier.UNKNOWN)
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     assert await rig.put(m, b"k", VALUE) == OK and not rig.target.grants
     await rig.restart()
     assert rig.node.recovered.suspects == 1
@@ -484,9 +443,7 @@ async def test_a_block_whose_barrier_is_unknown_is_verified_after_an_unclean_sto
 
 @on_loop
 async def test_fences_go_on_when_the_target_comes_back(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     (row,) = await rig.allocate(m, b"k")
     rig.target.fail("revoke", times=2)
     with pytest.raises(Unavailable):
@@ -501,9 +458,7 @@ async def test_fences_go_on_when_the_target_comes_back(rig: Rig) -> None:
 
 @on_loop
 async def test_replay_restores_volumes_hosts_and_grants(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     await rig.put(m, b"old", VALUE)
     (row,) = await rig.allocate(m, b"k")
     assert row.extent is not None
@@ -521,9 +476,7 @@ async def test_replay_restores_volumes_hosts_and_grants(rig: Rig) -> None:
 @on_loop
 async def test_a_replay_opens_no_extent_that_was_committed_meanwhile(rig: Rig) -> None:
     """The replay reads which grants are live, then tells the target; what ends in between must stay ended."""
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     (row,) = await rig.allocate(m, b"k")
     assert row.extent is not None
     rig.write(m, b"k", row.extent, VALUE)
@@ -590,9 +543,7 @@ async def test_a_session_that_is_silent_ends_with_all_that_belongs_to_it(rig: Ri
 
 @on_loop
 async def test_a_session_whose_hosts_cannot_be_removed_goes_on_ending(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     await rig.allocate(m, b"k")
     rig.target.fail("remove_host")
     with pytest.raises(Unavailable):
@@ -606,9 +557,7 @@ async def test_a_session_whose_hosts_cannot_be_removed_goes_on_ending(rig: Rig) 
 
 @on_loop
 async def test_a_lease_ends_at_its_deadline_and_not_before(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     await rig.put(m, b"k", VALUE)
     await rig.node.blocks.acquire(m.session, [BlockKey(b"k")], 500)
     rig.clock.advance(499)
@@ -641,9 +590,7 @@ async def test_no_host_joins_a_session_that_ended_while_it_waited_its_turn(rig: 
 @on_loop
 async def test_no_lease_or_pin_for_a_session_that_ended(rig: Rig) -> None:
     """A call that passed the door before its session ended must not leave a lease that nobody will ever end."""
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     await rig.put(m, b"k", VALUE)
     await rig.node.end_session(m.session)
     with pytest.raises(SessionExpired):
@@ -697,9 +644,7 @@ async def test_no_host_stays_when_its_session_ends_while_it_is_added(rig: Rig, j
 
 @on_loop
 async def test_a_session_that_ends_while_it_allocates_leaves_nothing(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     gate = rig.target.hold("grant")
     call = asyncio.ensure_future(rig.allocate(m, b"k"))
     await gate.reached.wait()
@@ -714,9 +659,7 @@ async def test_a_session_that_ends_while_it_allocates_leaves_nothing(rig: Rig) -
 
 @on_loop
 async def test_a_namespace_deleted_while_one_allocates_leaves_nothing(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     gate = rig.target.hold("grant")
     call = asyncio.ensure_future(rig.allocate(m, b"k"))
     await gate.reached.wait()
@@ -768,9 +711,7 @@ async def test_no_session_opens_in_a_namespace_that_goes_away_meanwhile(rig: Rig
 
 @on_loop
 async def test_a_namespace_deleted_while_a_region_is_claimed_leaves_nothing(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     gate = rig.target.hold("prepare_region")
     call = asyncio.ensure_future(rig.allocate(m, b"k"))
     await gate.reached.wait()
@@ -809,9 +750,7 @@ async def test_rights_that_are_taken_away_end_what_they_gave(rig: Rig) -> None:
 
 @on_loop
 async def test_a_leased_block_that_is_deleted_can_be_read_until_the_lease_ends(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     await rig.put(m, b"k", VALUE)
     located = await rig.node.blocks.acquire(m.session, [BlockKey(b"k")], 1000)
     used = rig.node.engine.space.used_bytes(m.session.namespace)
@@ -970,9 +909,7 @@ async def test_a_commit_below_the_minimum_is_refused_and_its_space_freed(rig: Ri
 @on_loop
 async def test_committed_blocks_are_there_after_a_restart_and_pending_ones_gone(durable_rig: Rig, clean: bool) -> None:
     rig = durable_rig
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     for i in range(20):
         assert await rig.put(m, b"%d" % i, VALUE[i:] + VALUE[:i]) == OK
     await rig.node.blocks.delete(m.session, [BlockKey(b"3")])
@@ -994,9 +931,7 @@ async def test_committed_blocks_are_there_after_a_restart_and_pending_ones_gone(
 @on_loop
 async def test_hosts_of_an_earlier_incarnation_may_not_come_back(rig: Rig) -> None:
     """A target that outlived the daemon still allows the hosts of sessions that nobody knows any more."""
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     await rig.restart()
     with pytest.raises(TargetRefused):
         SimHost(rig.target, "t", m.identity)
@@ -1092,9 +1027,7 @@ async def test_bytes_that_power_took_are_never_served(rig: Rig) -> None:
 @on_loop
 async def test_under_flush_power_takes_nothing_that_was_acknowledged(rig: Rig) -> None:
     rig.target.journal = True
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     await rig.put(m, b"k", VALUE)
     rig.target.lose_power()
     await rig.restart()
@@ -1113,9 +1046,7 @@ async def test_concurrent_first_uses_of_a_scope_get_one_id(durable_rig: Rig) -> 
 
 @on_loop
 async def test_waiters_learn_of_commit_and_of_a_dead_producer(rig: Rig) -> None:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     digest = rig.node.engine.index.digests(m.session.stored_keys([BlockKey(b"k")]))[0].tobytes()
     waiting = rig.node.engine.waiters.add(digest)
     (row,) = await rig.allocate(m, b"k")

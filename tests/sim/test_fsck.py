@@ -31,9 +31,7 @@ def rig(tmp_path: Path) -> Rig:
 
 
 async def filled(rig: Rig) -> Member:
-    await rig.start()
-    await rig.namespace()
-    m = await rig.open()
+    m = await rig.begin()
     for i in range(BLOCKS):
         assert await rig.put(m, b"%d" % i, VALUE[i:] + VALUE[:i]) == OK
     return m
