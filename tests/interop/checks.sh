@@ -1,24 +1,14 @@
-# Runs in the guest. Each check prints its name, what it did, its exit status and the kernel's messages since the last one;
-# the tests of test_kernel.py read that. `ask WORD` has the other side do something, and waits until it is done.
+# Runs in the guest: Linux's initiator, and nvme-cli, at targets of the other side. test_kernel.py reads what it prints.
+. /share/guest.sh
 . /share/settings # RAW FENCED CLOSED PORT HOSTNQN HOSTID, and a port a target of `replayed`
 modprobe -a nvme-tcp
 T="-t tcp -a 10.0.2.2 -s $PORT"
 ME="-q $HOSTNQN -I $HOSTID"
-ask() {
-  : > "/share/asking"; mv /share/asking "/share/ask.$1" # all at once: the other side removes it when it sees it
-  for _ in $(seq 300); do [ -e "/share/done.$1" ] && { rm "/share/done.$1"; return 0; }; sleep 0.1; done
-  echo "nobody did $1"; return 1
-}
-until_() { # until_ CONDITION...: within 30 s
-  for _ in $(seq 300); do "$@" && return 0; sleep 0.1; done
-  echo "never: $*"; return 1
-}
 disks() { # there are so many
   local disk found=0
   for disk in /dev/nvme0n*; do [ -b "$disk" ] && found=$((found + 1)); done
   [ $found = "$1" ]
 }
-gone() { ! [ -e "$1" ]; }
 detach() { nvme disconnect-all; until_ gone /dev/nvme0; }
 attach() { detach; nvme connect $T -n "$1" $ME "${@:2}"; until_ test -b /dev/nvme0n1; }
 verify() { # verify NAME fio options...
@@ -27,14 +17,6 @@ verify() { # verify NAME fio options...
   return "${PIPESTATUS[0]}"
 }
 zero() { dd if=/dev/nvme0n1 bs=64k skip="$1" count="$2" iflag=direct 2>/dev/null | cmp -n $(($2 * 65536)) - /dev/zero; }
-check() {
-  echo "=== check $1"
-  ( set -e; "$1" ) < /dev/null
-  echo "=== status $?"
-  dmesg -c 2>/dev/null
-  echo "=== end"
-}
-
 discover() { nvme discover $T $ME; }
 
 several_queues() {

@@ -1,6 +1,7 @@
-"""A small virtual machine with the Linux kernel's NVMe/TCP initiator, built once and kept in the cache.
+"""A small virtual machine with the Linux kernel's NVMe initiators and targets and Soft-RoCE, built once and kept.
 
-Software emulation: it judges correctness, and its speed means nothing. It reaches this machine's 127.0.0.1 as 10.0.2.2.
+Software emulation: it judges correctness, and its speed means nothing. It reaches this machine's 127.0.0.1 as 10.0.2.2;
+the other way is what `Guest` forwards. The scripts that run in it may source `guest.sh`; see `checks.py`.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import TracebackType
 
-__all__ = ["GuestNotBuilt", "boot", "build", "built", "missing"]
+__all__ = ["Guest", "GuestNotBuilt", "boot", "build", "built", "missing"]
 
 _SCRIPT = Path(__file__).with_name("prepare.sh")
 _SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
@@ -39,11 +42,11 @@ def missing() -> str | None:
     if built():
         return None
     if os.geteuid():
-        return "the guest with Linux's initiator is not built, and only root can build it"
+        return "the guest with Linux's NVMe is not built, and only root can build it"
     if not _SOURCES.exists() or shutil.which("apt-get") is None:
-        return "the guest with Linux's initiator is built from the sources of a Debian machine, and this is none"
+        return "the guest with Linux's NVMe is built from the sources of a Debian machine, and this is none"
     if os.uname().machine != "x86_64":
-        return f"the guest with Linux's initiator is not built for {os.uname().machine}"
+        return f"the guest with Linux's NVMe is not built for {os.uname().machine}"
     return None
 
 
@@ -65,28 +68,87 @@ def build() -> None:
         work.rename(home)
 
 
-def boot(share: Path, timeout_s: float) -> str:
-    """Run `share`/run.sh in the guest, which has `share` as /share; returns what it printed, by the time limit."""
-    home = _home()
-    arguments = [
-        "qemu-system-x86_64",
-        *("-M", "q35,i8042=off", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-m", "640"),
-        *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio", "-monitor", "none"),
-        *("-kernel", str(home / "vmlinuz"), "-initrd", str(home / "initrd.gz")),
-        *("-append", "console=ttyS0 quiet panic=-1 net.ifnames=0 mitigations=off no_timer_check random.trust_cpu=on"),
-        *("-drive", f"if=none,id=d0,file={home / 'root.img'},format=raw,snapshot=on"),
-        *("-device", "virtio-blk-pci,drive=d0"),
-        *("-fsdev", f"local,id=fs,path={share},security_model=none"),
-        *("-device", "virtio-9p-pci,fsdev=fs,mount_tag=share"),
-        *("-netdev", "user,id=n0,ipv6=off", "-device", "virtio-net-pci,netdev=n0,romfile="),
-        *("-device", "virtio-rng-pci"),
-    ]
-    console = share / "console.log"
-    with console.open("wb") as out, suppress(subprocess.TimeoutExpired):
-        subprocess.run(arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=timeout_s, check=False)
-    log = share / "run.log"
-    assert log.exists(), console.read_text(errors="replace")[-4000:]
-    return log.read_text(errors="replace")
+class Guest:
+    """A guest that runs `share`/run.sh, which has `share` as /share; it is off when that has ended.
+
+    What it listens at on each of ``forwards`` (ports of the guest) is at ``ports`` here. ``mounts`` are directories of
+    this machine by name, read-only at /mnt/NAME in the guest. A context manager, which ends it.
+    """
+
+    def __init__(
+        self,
+        share: Path,
+        *,
+        forwards: Iterable[int] = (),
+        mounts: Mapping[str, Path] | None = None,
+        memory_mib: int = 640,
+    ) -> None:
+        self.share = share
+        self.ports = {port: _free_port() for port in forwards}
+        home = _home()
+        network = ["user,id=n0,ipv6=off", *(f"hostfwd=tcp:127.0.0.1:{at}-:{port}" for port, at in self.ports.items())]
+        console = "console=ttyS0 quiet panic=-1 net.ifnames=0 mitigations=off no_timer_check random.trust_cpu=on"
+        arguments = [
+            "qemu-system-x86_64",
+            *("-M", "q35,i8042=off", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-m", str(memory_mib)),
+            *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio"),
+            *("-monitor", "none", "-kernel", str(home / "vmlinuz"), "-initrd", str(home / "initrd.gz")),
+            *("-append", f"{console} forebay.mounts={','.join(mounts or ())}"),
+            *("-drive", f"if=none,id=d0,file={home / 'root.img'},format=raw,snapshot=on"),
+            *("-device", "virtio-blk-pci,drive=d0", "-device", "virtio-rng-pci"),
+            *("-netdev", ",".join(network), "-device", "virtio-net-pci,netdev=n0,romfile="),
+        ]
+        for tag, path in {"share": share, **(mounts or {})}.items():
+            arguments += ["-fsdev", f"local,id={tag},path={path},security_model=none"]
+            arguments += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
+        self._console = share / "console.log"
+        with self._console.open("wb") as out:
+            self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is not off yet."""
+        return self._process.poll() is None
+
+    def wait(self, timeout_s: float) -> str:
+        """What run.sh printed until its end, or until the time limit, by which the guest is off."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.close()
+        return self.log()
+
+    def log(self) -> str:
+        """What run.sh has printed; what the console shows if the guest did not come so far."""
+        try:
+            return (self.share / "run.log").read_text(errors="replace")
+        except FileNotFoundError:
+            return self._console.read_text(errors="replace")[-4000:]
+
+    def close(self) -> None:
+        """Switch it off, if it is not yet."""
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Guest:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def boot(share: Path, timeout_s: float, *, mounts: Mapping[str, Path] | None = None, memory_mib: int = 640) -> str:
+    """Run `share`/run.sh in a `Guest` to its end; returns what it printed, by the time limit."""
+    with Guest(share, mounts=mounts, memory_mib=memory_mib) as guest:
+        return guest.wait(timeout_s)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 #!/bin/bash
 # prepare.sh WORKDIR - builds, from Debian packages alone, a small guest whose kernel has what most build machines' have
-# not: the NVMe/TCP initiator. Leaves WORKDIR/{vmlinuz,initrd.gz,root.img}. Needs root and a Debian machine, whose own
-# mirrors it reads; apt's state on the machine stays as it is, but for the packages that run the guest.
+# not: NVMe/TCP and NVMe/RDMA initiators and targets, and Soft-RoCE. Leaves WORKDIR/{vmlinuz,initrd.gz,root.img}. Needs
+# root and a Debian machine, whose own mirrors it reads; apt's state on the machine stays as it is, but for the packages
+# that run the guest.
 set -euo pipefail
 W=$1; mkdir -p "$W"; W=$(cd "$W"; pwd); cd "$W"
 SOURCES=/etc/apt/sources.list.d/debian.sources
@@ -34,10 +35,10 @@ KPKG=$(apt-get -t bookworm-backports -s install linux-image-amd64 | awk '$1=="In
 KV=${KPKG#linux-image-}
 apt-get -qq -t bookworm-backports download "$KPKG"
 apt-get -qq -y --download-only install bash dash coreutils grep sed mawk diffutils util-linux mount kmod iproute2 procps \
-  busybox-static nvme-cli fio >/dev/null
+  busybox-static python3 nvme-cli fio rdma-core ibverbs-providers ibverbs-utils rdmacm-utils >/dev/null
 unset APT_CONFIG
 step "root, without maintainer scripts"
-rm -rf root k; mkdir -p root/usr/{bin,sbin,lib,lib64} root/{proc,sys,dev,tmp,run,share,root,etc}
+rm -rf root k; mkdir -p root/usr/{bin,sbin,lib,lib64} root/{proc,sys,dev,tmp,run,share,mnt,root,etc}
 for d in bin sbin lib lib64; do ln -s "usr/$d" "root/$d"; done
 for d in apt/cache/archives/*.deb; do
   dpkg-deb --fsys-tarfile "$d" | tar -x --keep-directory-symlink --exclude=./usr/share/{man,doc,locale} -C root
@@ -48,7 +49,9 @@ step "kernel $KV and modules"
 mkdir k; dpkg-deb --fsys-tarfile "${KPKG}"_*.deb | tar -x -C k
 cp "k/boot/vmlinuz-$KV" vmlinuz; [ -d k/lib ] || ln -s usr/lib k/lib
 depmod -b k "$KV"
-MODULES="virtio_pci virtio_blk virtio_net virtio-rng 9p 9pnet_virtio ext4 nvme-fabrics nvme-tcp"
+# rdma_rxe needs crc32_generic and crc32-pclmul, and modprobe does not know it.
+MODULES="virtio_pci virtio_blk virtio_net virtio-rng 9p 9pnet_virtio ext4 nvme-fabrics nvme-tcp nvme-rdma nvmet nvmet-tcp
+ nvmet-rdma rdma_rxe ib_uverbs rdma_ucm null_blk loop crc32_generic crc32-pclmul"
 depends() { # the .ko files of modules, in the order to load them
   local base=$1; shift
   for m; do modprobe -d "$base" -S "$KV" --show-depends "$m" | awk '$1=="insmod"{print $2}'; done | awk '!s[$0]++'
@@ -64,9 +67,13 @@ cat > root/usr/sbin/vminit <<'I'
 #!/bin/bash
 export PATH=/usr/sbin:/usr/bin HOME=/root LC_ALL=C
 mount -t tmpfs tmp /tmp; mount -t tmpfs run /run; mkdir -p /dev/shm; mount -t tmpfs shm /dev/shm
-mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000,cache=none share /share
+P=trans=virtio,version=9p2000.L,msize=512000
+mount -t 9p -o $P,cache=none share /share
+for tag in $(tr ' ' '\n' < /proc/cmdline | sed -n 's/^forebay.mounts=//p' | tr , ' '); do
+  mkdir -p "/mnt/$tag"; mount -t 9p -o $P,ro,cache=loose "$tag" "/mnt/$tag"
+done
 ip link set lo up; modprobe virtio_net
-ip addr add 10.0.2.15/24 dev eth0; ip link set eth0 up
+ip addr add 10.0.2.15/24 dev eth0; ip link set eth0 up; ip route add default via 10.0.2.2
 mkdir -p /etc/nvme
 cd /share; bash ./run.sh > /share/run.log 2>&1; echo $? > /share/run.rc
 sync; busybox poweroff -f
@@ -86,6 +93,6 @@ for d in dev proc sys; do $b mount --move /$d /newroot/$d; done
 exec $b switch_root /newroot /sbin/vminit
 I
 chmod +x ird/init; (cd ird; find . | cpio -o -H newc 2>/dev/null | gzip -1) > initrd.gz
-rm -f root.img; mke2fs -q -F -t ext4 -O ^has_journal -m 0 -d root root.img 500M >/dev/null
+rm -f root.img; mke2fs -q -F -t ext4 -O ^has_journal -m 0 -d root root.img 700M >/dev/null
 rm -rf ird root apt apt.conf ./*.deb
 step "done"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-import shutil
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -17,9 +13,8 @@ from tests.appliance.target.conftest import eventually
 from tests.appliance.target.host import HOST_ID, HOST_NQN
 from tests.appliance.target.test_process import Process
 from tests.interop import guest
+from tests.interop.checks import Check, complaints, passed, prepare, read, serving
 from tests.interop.replay import Replay
-
-log = logging.getLogger(__name__)
 
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 
@@ -28,14 +23,6 @@ FENCED = "nqn.2026-01.io.forebay:interop:fenced"
 CLOSED = "nqn.2026-01.io.forebay:interop:closed"
 VOLUME_BYTES = 64 << 20
 LIMIT_S = 300
-
-
-class Check(NamedTuple):
-    """What one check printed, how it ended, and what the kernel said meanwhile."""
-
-    status: int
-    output: str
-    kernel: str
 
 
 class Target:
@@ -107,69 +94,27 @@ class Target:
             one.process.wait(10)
 
 
-def serve(target: Target, share: Path, over: threading.Event) -> None:
-    """Do what the guest asks for, until it is over."""
-    while not over.wait(0.05):
-        for name, action in target.actions.items():
-            asked = share / f"ask.{name}"
-            if asked.exists():
-                asked.unlink()
-                try:
-                    action()
-                except Exception:
-                    log.exception("%s, as the guest asked", name)
-                    continue  # the guest gives up
-                (share / f"done.{name}").touch()
-
-
-def _settings(share: Path, port: int, **ports: int) -> None:
-    """What the guest runs, and what it has to know."""
-    values = {"RAW": RAW, "FENCED": FENCED, "CLOSED": CLOSED, "PORT": port, "HOSTNQN": HOST_NQN, "HOSTID": HOST_ID}
-    values |= ports
-    (share / "settings").write_text("".join(f"{name}={value}\n" for name, value in values.items()))
-    shutil.copy(Path(__file__).with_name("checks.sh"), share / "run.sh")
-
-
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Check]]:
-    try:
-        guest.build()
-    except guest.GuestNotBuilt as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"the guest with Linux's initiator could not be built: {error}")
     directory = tmp_path_factory.mktemp("interop")
     share = directory / "share"
-    share.mkdir()
+    names: dict[str, object] = {"RAW": RAW, "FENCED": FENCED, "CLOSED": CLOSED, "HOSTNQN": HOST_NQN, "HOSTID": HOST_ID}
     target = Target(directory)
     replays = {name: Replay(directory / name, FENCED, defended=name == "product") for name in ("product", "undefended")}
     for name, replay in replays.items():
         target.actions |= replay.actions(name)
-    over = threading.Event()
-    helper = threading.Thread(target=serve, args=(target, share, over), daemon=True)
     try:
         target.start()
-        _settings(share, target.port, **{name.upper(): replay.wire.port for name, replay in replays.items()})
-        helper.start()
-        text = guest.boot(share, LIMIT_S)
+        ports = {"PORT": target.port, **{name.upper(): replay.wire.port for name, replay in replays.items()}}
+        prepare(share, "checks.sh", names | ports)
+        with serving(share, target.actions):
+            text = guest.boot(share, LIMIT_S)
     finally:
-        over.set()
-        if helper.ident is not None:
-            helper.join(60)
         print(target.log())  # shown if a test failed
         target.close()
         for replay in replays.values():
             replay.close()
-    pattern = re.compile(r"^=== check (\w+)\n(.*?)^=== status (\d+)\n(.*?)^=== end$", re.DOTALL | re.MULTILINE)
-    yield {name: Check(int(status), output, kernel) for name, output, status, kernel in pattern.findall(text)}
-
-
-def passed(checks: dict[str, Check], name: str) -> str:
-    """The output of a check that must have succeeded."""
-    assert name in checks, f"it did not run; these did: {', '.join(checks)}"
-    check = checks[name]
-    assert check.status == 0, f"{check.output}\n--- kernel:\n{check.kernel}"
-    return check.output
+    yield read(text)
 
 
 @pytest.mark.parametrize(
@@ -229,10 +174,7 @@ def test_what_nvme_cli_prints(checks: dict[str, Check]) -> None:
     ["discover", "several_queues", "fio_verify", "flush", "deallocate", "prints", "namespaces_come_and_go", "digests"],
 )
 def test_the_kernel_complains_of_nothing(checks: dict[str, Check], name: str) -> None:
-    complaints = re.findall(
-        r"^.*(?i:error|fail|warn|time.?out|bug|invalid|unexpected).*$", checks[name].kernel, re.MULTILINE
-    )
-    assert not complaints
+    assert not complaints(checks[name])
 
 
 def test_the_kernel_is_told_why_a_write_was_refused(checks: dict[str, Check]) -> None:
