@@ -18,7 +18,7 @@ from forebay.errors import ConfigInvalid
 from forebay.ranks import held_tiles
 from forebay.schema import Group, HashAlgorithm, Schema
 
-__all__ = ["check_supported", "schema_of"]
+__all__ = ["check_supported", "engine_schema", "schema_of"]
 
 _PROBE_TOKENS = tuple(range(16))
 _HASH_SETTING = "--prefix-caching-hash-algo"
@@ -67,11 +67,6 @@ def schema_of(config: Any, facts: WorkerFacts, settings: Settings) -> tuple[Sche
     ranks hold parts of heads.
     """
     notes = []
-    note = check_hash(
-        config.cache_config.prefix_caching_hash_algo, setting=_HASH_SETTING, seed=os.environ.get("PYTHONHASHSEED")
-    )
-    if note is not None:
-        notes.append(note)
     heads = config.model_config.get_total_num_kv_heads()
     ranks = config.parallel_config.tensor_parallel_size
     largest = max(settings.max_tensor_parallel, ranks)
@@ -91,14 +86,28 @@ def schema_of(config: Any, facts: WorkerFacts, settings: Settings) -> tuple[Sche
     )
     group = tiled(group, max_ranks=largest)
     held_tiles(group, 0, ranks)
+    schema, about_hashes = engine_schema(config, (group,), facts.block_tokens, settings)
+    return schema, about_hashes + notes
+
+
+def engine_schema(
+    config: Any, groups: tuple[Group, ...], hash_tokens: int, settings: Settings
+) -> tuple[Schema, list[str]]:
+    """The schema of blocks laid out as ``groups`` that an engine hashes by ``hash_tokens`` tokens, and notes on it.
+
+    Reads all weights unless a revision is named. Raises `ConfigInvalid`.
+    """
+    note = check_hash(
+        config.cache_config.prefix_caching_hash_algo, setting=_HASH_SETTING, seed=os.environ.get("PYTHONHASHSEED")
+    )
     schema = Schema(
         engine="vllm",
         model=model_digest(_weights(config, settings), _facts(config)),
-        hash=HashAlgorithm(STABLE_HASH, facts.block_tokens),
-        groups=(group,),
+        hash=HashAlgorithm(STABLE_HASH, hash_tokens),
+        groups=groups,
         probe=_probe(),
     )
-    return schema, notes
+    return schema, [] if note is None else [note]
 
 
 def _weights(config: Any, settings: Settings) -> bytes:
