@@ -15,18 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from forebay.appliance.dataplane.labels import (
-    LABEL_BYTES,
     MIN_REGION_BYTES,
     DriveIdentity,
     DriveSpace,
     LabelledVolumes,
-    VolumeLabel,
     decode_identity,
     encode_identity,
     translated,
 )
 from forebay.errors import CapacityShort, InvalidArgument, VolumeMismatch
 from forebay.ids import VolumeId
+from forebay.volume_label import LABEL_BYTES, VolumeLabel
 
 __all__ = ["BlockVolumes", "claim_device", "device_space", "discard_device", "is_device", "read_device_identity"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import struct
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
@@ -13,93 +12,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forebay.checksum import crc32c
 from forebay.errors import CapacityShort, InvalidArgument, NoSpace, TargetFailed, VolumeMismatch
-from forebay.ids import LBA_BYTES, NamespaceId, VolumeId
+from forebay.ids import VolumeId
+from forebay.volume_label import VolumeLabel
 
 __all__ = [
-    "LABEL_BYTES",
     "MIN_REGION_BYTES",
     "REGION_UNIT_BYTES",
     "DriveIdentity",
     "DriveSpace",
     "LabelledVolumes",
-    "VolumeLabel",
     "decode_identity",
     "encode_identity",
     "translated",
     "volume_size_bytes",
 ]
 
-LABEL_BYTES = LBA_BYTES
-LABEL_MAGIC = b"FOREBAY\x00volume\r\n"
-LABEL_VERSION = 1
-LABEL = struct.Struct("<16s I 16s I I 16s Q Q Q")
-"""Magic, version, node id, volume id, namespace id, volume uuid, epoch, region bytes, size bytes; a CRC-32C follows.
-Everything lies in the first 512 bytes, which a drive writes whole or not at all; the rest of the block stays zero."""
-LABEL_CRC = struct.Struct("<I")
-assert LABEL.size == 84 and LABEL.size + LABEL_CRC.size <= 512
-
 MIN_REGION_BYTES = 64 << 20
 REGION_UNIT_BYTES = 4 << 20
 """A region is a power of two times this: the default cluster of an SPDK lvol store."""
 
 DRIVE_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class VolumeLabel:
-    """What LBA 0 of a volume says; metadata holds the same and the two are compared before the volume is served.
-
-    ``node_id`` and ``volume_uuid`` have 16 bytes. ``epoch`` counts how often the volume was taken into service: it
-    tells the file from an older copy of itself.
-    """
-
-    node_id: bytes
-    volume: VolumeId
-    namespace: NamespaceId
-    volume_uuid: bytes
-    epoch: int
-    region_bytes: int
-    size_bytes: int
-
-    @property
-    def regions(self) -> int:
-        """Regions that hold extents: region 0, the label's, is not counted."""
-        return self.size_bytes // self.region_bytes - 1
-
-    def encode(self) -> bytes:
-        """The label's block, `LABEL_BYTES` long."""
-        assert len(self.node_id) == len(self.volume_uuid) == 16, (self.node_id, self.volume_uuid)
-        body = LABEL.pack(
-            LABEL_MAGIC,
-            LABEL_VERSION,
-            self.node_id,
-            self.volume,
-            self.namespace,
-            self.volume_uuid,
-            self.epoch,
-            self.region_bytes,
-            self.size_bytes,
-        )
-        return (body + LABEL_CRC.pack(crc32c(body))).ljust(LABEL_BYTES, b"\0")
-
-    @classmethod
-    def decode(cls, block: bytes, where: str = "the volume") -> VolumeLabel:
-        """The label in ``block``. Raises `VolumeMismatch` if there is none that this version reads."""
-        if len(block) < LABEL.size + LABEL_CRC.size or not block.startswith(LABEL_MAGIC):
-            raise VolumeMismatch(f"{where} has no Forebay label: it is another file, or was overwritten", field="magic")
-        _magic, version, *values = LABEL.unpack_from(block)
-        if version != LABEL_VERSION:
-            raise VolumeMismatch(
-                f"the label of {where} has version {version}: start the version of Forebay that wrote it",
-                field="version",
-                limit=LABEL_VERSION,
-            )
-        if LABEL_CRC.unpack_from(block, LABEL.size)[0] != crc32c(block[: LABEL.size]):
-            raise VolumeMismatch(f"the label of {where} is damaged: its checksum does not match", field="checksum")
-        node_id, volume, namespace, volume_uuid, epoch, region_bytes, size_bytes = values
-        return cls(node_id, VolumeId(volume), NamespaceId(namespace), volume_uuid, epoch, region_bytes, size_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,9 @@ from forebay.appliance.dataplane.block_volumes import (
     read_device_identity,
 )
 from forebay.appliance.dataplane.labels import (
-    LABEL_BYTES,
     DriveIdentity,
     DriveSpace,
     LabelledVolumes,
-    VolumeLabel,
     decode_identity,
     encode_identity,
     translated,
@@ -42,6 +40,7 @@ from forebay.errors import (
     VolumeMismatch,
 )
 from forebay.ids import VolumeId
+from forebay.volume_label import LABEL_BYTES, VolumeLabel
 
 __all__ = [
     "FileVolumes",

@@ -29,7 +29,7 @@ import numpy as np
 
 from forebay.appliance.dataplane.block_volumes import is_device
 from forebay.appliance.dataplane.interface import VolumeErrors, VolumeSpec
-from forebay.appliance.dataplane.labels import LabelledVolumes, VolumeLabel, translated, volume_size_bytes
+from forebay.appliance.dataplane.labels import LabelledVolumes, translated, volume_size_bytes
 from forebay.appliance.dataplane.volumes import open_drive, volumes_on
 from forebay.appliance.directories import probe_directory
 from forebay.appliance.namespace.blocks import Engine
@@ -41,6 +41,7 @@ from forebay.crashpoints import crash_point
 from forebay.errors import ForebayError, InvalidArgument, NoSpace, Unavailable, VolumeMismatch
 from forebay.ids import NamespaceId, VolumeId
 from forebay.index import findable
+from forebay.volume_label import VolumeLabel
 
 __all__ = ["NodeDrives"]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from forebay.appliance.dataplane.extents import ExtentMap
-from forebay.appliance.dataplane.labels import LabelledVolumes, VolumeLabel, volume_size_bytes
+from forebay.appliance.dataplane.labels import LabelledVolumes, volume_size_bytes
 from forebay.appliance.dataplane.target.volume import Volume as OpenVolume
 from forebay.appliance.dataplane.volumes import open_drive
 from forebay.appliance.namespace.blocks import Engine, owner_key, tile_ranges
@@ -39,6 +39,7 @@ from forebay.errors import DataDirInUse, DataDirNewer, ForebayError, MetadataCor
 from forebay.ids import LBA_BYTES, Extent, NamespaceId, StoredKey, VolumeId, split_stored_key
 from forebay.index import BlockIndex
 from forebay.schema import Schema
+from forebay.volume_label import VolumeLabel
 
 if TYPE_CHECKING:
     from forebay.appliance.dataplane.interface import Target, VolumeSpec

@@ -18,13 +18,7 @@ from typing import Any, cast
 
 import cbor2
 
-from forebay.appliance.dataplane.labels import (
-    LABEL_BYTES,
-    DriveIdentity,
-    VolumeLabel,
-    decode_identity,
-    encode_identity,
-)
+from forebay.appliance.dataplane.labels import DriveIdentity, decode_identity, encode_identity
 from forebay.appliance.namespace.blocks import Engine
 from forebay.appliance.namespace.checkpoint import load_checkpoint
 from forebay.appliance.namespace.records import PREFIX, Durability, Record
@@ -39,6 +33,7 @@ from forebay.nvmetcp import spec
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import keys_from_proto, keys_to_proto
 from forebay.schema import Group, HashAlgorithm, Schema
+from forebay.volume_label import LABEL_BYTES, VolumeLabel
 from tests.fuzz.source import Source
 from tests.fuzz.target import memory_dir
 from tests.fuzz.watch import Faults

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from forebay.appliance.dataplane.block_volumes import BlockVolumes
-from forebay.appliance.dataplane.labels import LABEL_BYTES
 from forebay.appliance.dataplane.target.volume import Volume
 from forebay.appliance.dataplane.volumes import (
     FileVolumes,
@@ -26,6 +25,7 @@ from forebay.appliance.dataplane.volumes import (
 )
 from forebay.errors import CapacityShort, DataDirInUse, InvalidArgument, VolumeMismatch
 from forebay.ids import NamespaceId, VolumeId
+from forebay.volume_label import LABEL_BYTES
 from tests.appliance.dataplane.test_volumes import NODE, OTHER_NODE, REGION, label
 from tests.appliance.loop_device import loop_device
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.appliance.dataplane.labels import LABEL_BYTES, VolumeLabel, volume_size_bytes
+from forebay.appliance.dataplane.labels import volume_size_bytes
 from forebay.appliance.dataplane.volumes import FileVolumes, claim_drive, drive_space, open_drive, require_capacity
 from forebay.errors import AlreadyExists, CapacityShort, InvalidArgument, NoSpace, VolumeMismatch
 from forebay.ids import NamespaceId, VolumeId
+from forebay.volume_label import LABEL_BYTES, VolumeLabel
 
 NODE = bytes(range(16))
 OTHER_NODE = bytes(16)
