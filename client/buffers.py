@@ -1,4 +1,4 @@
-"""Any buffer of a caller as contiguous bytes, without a copy: memoryview, mmap, bytearray, numpy, CPU torch."""
+"""Any buffer of a caller as contiguous bytes, without a copy: memoryview, mmap, bytearray, numpy, torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from forebay.client.device import DeviceView, View
 from forebay.errors import InvalidArgument
 
-__all__ = ["readable", "writable"]
+__all__ = ["destination", "readable", "writable"]
+
+
+def destination(buffer: Any, field: str) -> View:
+    """`writable`, and a CUDA tensor as bytes of its device."""
+    torch = sys.modules.get("torch")  # nobody holds a tensor without having imported it
+    if torch is not None and isinstance(buffer, torch.Tensor) and buffer.device.type == "cuda":
+        return DeviceView(_flat(torch, buffer, field))
+    return writable(buffer, field)
 
 
 def writable(buffer: Any, field: str) -> memoryview:
@@ -26,9 +35,11 @@ def readable(value: Any, field: str) -> memoryview:
 
 
 def _bytes(buffer: Any, field: str) -> memoryview:
-    torch = sys.modules.get("torch")  # nobody holds a tensor without having imported it
+    torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer, torch.Tensor):
-        buffer = _tensor(torch, buffer, field)
+        if buffer.device.type != "cpu":
+            raise InvalidArgument(f"{field} is on {buffer.device}: only host memory can be used here", field=field)
+        buffer = _flat(torch, buffer, field).numpy()
     elif isinstance(buffer, np.ndarray):
         if not buffer.flags.c_contiguous:
             raise InvalidArgument(f"{field} is an array that is not C-contiguous", field=field)
@@ -48,11 +59,7 @@ def _bytes(buffer: Any, field: str) -> memoryview:
     return view.cast("B")
 
 
-def _tensor(torch: Any, tensor: Any, field: str) -> Any:
-    if tensor.device.type != "cpu":
-        raise InvalidArgument(
-            f"{field} is on {tensor.device}, and this transport reaches host memory only", field=field, limit="cpu"
-        )
+def _flat(torch: Any, tensor: Any, field: str) -> Any:
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         raise InvalidArgument(f"{field} is a tensor that is not contiguous", field=field)
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -13,10 +13,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from forebay.client.device import DeviceView
 from forebay.errors import ForebayError, InvalidArgument
 from forebay.ids import LBA_BYTES
 
-__all__ = ["Capabilities", "Outcome", "ReadOp", "Segment", "Transport", "TransportState", "WriteOp", "op_bytes"]
+__all__ = [
+    "Capabilities",
+    "DeviceReadOp",
+    "DeviceSegment",
+    "Outcome",
+    "ReadOp",
+    "Segment",
+    "Transport",
+    "TransportState",
+    "WriteOp",
+    "op_bytes",
+]
 
 
 class Segment(NamedTuple):
@@ -38,6 +50,22 @@ class ReadOp(NamedTuple):
     nsid: int
     offset_bytes: int
     segments: tuple[Segment, ...]
+
+
+class DeviceSegment(NamedTuple):
+    """One piece of a read into a device's memory, as `Segment`; its checksum is computed on the device."""
+
+    view: DeviceView | None
+    length_bytes: int
+    seed: int | None = None
+
+
+class DeviceReadOp(NamedTuple):
+    """As `ReadOp`, into a device's memory."""
+
+    nsid: int
+    offset_bytes: int
+    segments: tuple[DeviceSegment, ...]
 
 
 class WriteOp(NamedTuple):
@@ -70,7 +98,7 @@ class Capabilities:
 
     name: str
     device_memory: bool = False
-    """Views may be GPU memory."""
+    """It has `Transport.read_device`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +134,13 @@ class Transport(ABC):
         error the contents of the operation's views are undefined. Raises `InvalidArgument` for a malformed operation.
         """
 
+    def read_device(self, ops: Sequence[DeviceReadOp], deadline_ms: int) -> list[Outcome]:
+        """As `read`, straight into a device's memory, where ``capabilities.device_memory`` says that it can.
+
+        The caller's computation has let go of the views. Raises `InvalidArgument` where there is no such way.
+        """
+        raise InvalidArgument(f"{self.capabilities.name} reaches host memory only", field="segments")
+
     @abstractmethod
     def write(self, ops: Sequence[WriteOp], deadline_ms: int) -> list[Outcome]:
         """Write the segments; one outcome an operation, in order, as in `read`."""
@@ -119,7 +154,7 @@ class Transport(ABC):
         """Give up every connection; calls under way end early and later ones answer `Unavailable`. Idempotent."""
 
 
-def op_bytes(op: ReadOp | WriteOp, *, writable: bool) -> int:
+def op_bytes(op: ReadOp | DeviceReadOp | WriteOp, *, writable: bool) -> int:
     """Length of an operation in bytes. Raises `InvalidArgument` where it breaks the rules above."""
     total = 0
     for view, length_bytes, seed in op.segments:
@@ -128,7 +163,9 @@ def op_bytes(op: ReadOp | WriteOp, *, writable: bool) -> int:
         if view is None:
             if seed is not None:
                 raise InvalidArgument("a segment with a seed and no view", field="segments")
-        elif view.nbytes != length_bytes or not view.c_contiguous or (writable and view.readonly):
+        elif view.nbytes != length_bytes or (
+            isinstance(view, memoryview) and (not view.c_contiguous or (writable and view.readonly))
+        ):
             raise InvalidArgument(
                 f"a view of {view.nbytes} bytes that does not fit its segment of {length_bytes}", field="segments"
             )
