@@ -7,8 +7,8 @@ import threading
 from dataclasses import dataclass
 from uuid import UUID
 
-from forebay.client.transports.options import NvmeTcpOptions
-from forebay.client.transports.queue_pair import QueuePair
+from forebay.client.transports.options import FabricsOptions
+from forebay.client.transports.queues import Dial, IoQueue
 from forebay.clock import Clock
 from forebay.errors import ConnectionLost, DeadlineExceeded, ForebayError, ProtocolError, TargetRefused
 from forebay.ids import LBA_BYTES, HostIdentity
@@ -47,14 +47,16 @@ class Controller:
     the way on is a new one.
     """
 
-    def __init__(self, subsystem: SubsystemAddress, host: HostIdentity, clock: Clock, options: NvmeTcpOptions) -> None:
+    def __init__(
+        self, subsystem: SubsystemAddress, host: HostIdentity, clock: Clock, options: FabricsOptions, dial: Dial
+    ) -> None:
         self._subsystem = subsystem
         self._host = host
         self._clock = clock
-        self._options = options
+        self._dial = dial
         self._keep_alive_ms = options.keep_alive_ms
         self._lock = threading.Lock()  # of the admin queue
-        self._admin: QueuePair | None = None
+        self._admin: IoQueue | None = None
         self._namespaces: dict[int, NamespaceIdentity] = {}
         self._stop = threading.Event()
         self._dead = False
@@ -68,7 +70,7 @@ class Controller:
 
         Raises `TargetRefused`, `ConnectionLost`, `ProtocolError`, `DeadlineExceeded`.
         """
-        admin = self._dial(deadline_ms)
+        admin = self._dial(0, _ADMIN_ENTRIES, 0, deadline_ms)
         self._admin = admin
         try:
             controller_id = self._connect(admin, 0, _ADMIN_ENTRIES, DYNAMIC_CONTROLLER, deadline_ms)
@@ -92,18 +94,7 @@ class Controller:
             raise
         threading.Thread(target=self._keep_alive, name="forebay-keep-alive", daemon=True).start()
 
-    def _dial(self, deadline_ms: int) -> QueuePair:
-        subsystem, options = self._subsystem, self._options
-        return QueuePair.dial(
-            subsystem.address,
-            subsystem.port,
-            deadline_ms,
-            self._clock,
-            header_digest=options.header_digest,
-            data_digest=options.data_digest,
-        )
-
-    def _wait_ready(self, admin: QueuePair, deadline_ms: int) -> None:
+    def _wait_ready(self, admin: IoQueue, deadline_ms: int) -> None:
         while True:
             state = admin.execute(nvme.property_get(0, Property.CSTS, wide=False), deadline_ms)[0].result
             if state & _FATAL:
@@ -112,7 +103,7 @@ class Controller:
                 return
             self._stop.wait(0.002)
 
-    def _connect(self, pair: QueuePair, queue_id: int, entries: int, controller_id: int, deadline_ms: int) -> int:
+    def _connect(self, pair: IoQueue, queue_id: int, entries: int, controller_id: int, deadline_ms: int) -> int:
         data = ConnectData(UUID(self._host.host_id), controller_id, self._subsystem.nqn, self._host.nqn).to_bytes()
         keep_alive_ms = self._keep_alive_ms if queue_id == 0 else 0
         command = nvme.connect(0, queue_id, entries, keep_alive_ms=keep_alive_ms)
@@ -141,15 +132,15 @@ class Controller:
         """MDTS in bytes, None if the controller has no limit of its own."""
         return self.identity.max_transfer_bytes
 
-    def open_queue(self, busy: set[int], deadline_ms: int) -> QueuePair:
+    def open_queue(self, busy: set[int], deadline_ms: int) -> IoQueue:
         """Connect an I/O queue; ``busy`` are the ids of those that are open."""
-        pair = self._dial(deadline_ms)
+        # The target may not have seen the end of a queue that broke, so its id is used again as late as possible.
+        queue_id = self._last_queue % self._queues + 1
+        while queue_id in busy and len(busy) < self._queues:
+            queue_id = queue_id % self._queues + 1
+        self._last_queue = queue_id
+        pair = self._dial(queue_id, self._entries, self.identity.controller_id, deadline_ms)
         try:
-            # The target may not have seen the end of a queue that broke, so its id is used again as late as possible.
-            queue_id = self._last_queue % self._queues + 1
-            while queue_id in busy and len(busy) < self._queues:
-                queue_id = queue_id % self._queues + 1
-            self._last_queue = queue_id
             self._connect(pair, queue_id, self._entries, self.identity.controller_id, deadline_ms)
             depth = self._entries - 1
             if self.identity.max_commands:

@@ -1,31 +1,32 @@
-"""Settings of the NVMe/TCP initiator."""
+"""Settings of the NVMe-oF initiators."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from forebay.errors import InvalidArgument
 from forebay.ids import LBA_BYTES
 
-__all__ = ["MAX_COMMAND_BYTES", "NvmeTcpOptions"]
+__all__ = ["MAX_COMMAND_BYTES", "FabricsOptions", "NvmeTcpOptions"]
 
 MAX_COMMAND_BYTES = LBA_BYTES << 16
 """The longest Read or Write: NLB has 16 bits and is 0's based. NVM §3.2.4."""
 
 
 @dataclass(frozen=True, slots=True)
-class NvmeTcpOptions:
-    """Settings of the initiator.
+class FabricsOptions:
+    """Settings of an initiator, whatever the wire.
 
     ``connections``: I/O queues at most, for all threads together. ``call_connections``: how many of them one call uses
     if it is long enough for ``queue_bytes`` on each; more of them cost the target more CPU time and are worth it only
-    where one TCP stream does not fill the network. ``max_command_bytes``: neighbouring ranges become one command up to
+    where one connection does not fill the network. ``max_command_bytes``: neighbouring ranges become one command up to
     this, and longer ones several. ``queue_bytes``: bytes asked for on one queue at a time.
     ``keep_alive_ms``: KATO. ``backoff_ms``: first and longest wait after a failed connect.
-    ``header_digest``, ``data_digest``: CRC-32C over what crosses the network, both ways; a target that offers none is
-    refused then. Tiles have checksums of their own, so these only tell damage on the way from damage on the drive, and
-    cost a second pass over the data.
     """
+
+    SECTION: ClassVar[str] = "fabrics"
+    MOST_COMMAND_BYTES: ClassVar[int] = MAX_COMMAND_BYTES
 
     connections: int = 4
     call_connections: int = 2
@@ -33,27 +34,42 @@ class NvmeTcpOptions:
     queue_bytes: int = 8 << 20
     keep_alive_ms: int = 15_000
     backoff_ms: tuple[int, int] = (50, 2_000)
-    header_digest: bool = False
-    data_digest: bool = False
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("connections", 1, 256),
-            ("call_connections", 1, 256),
-            ("max_command_bytes", LBA_BYTES, MAX_COMMAND_BYTES),
-            ("queue_bytes", 1, 1 << 40),
-            ("keep_alive_ms", 30, 0xFFFFFFFF),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise InvalidArgument(f"{name} is {value}", field=f"nvme_tcp.{name}", limit=f"{low} to {high}")
-        if self.max_command_bytes % LBA_BYTES:
-            raise InvalidArgument(
-                f"max_command_bytes is {self.max_command_bytes}",
-                field="nvme_tcp.max_command_bytes",
-                limit=f"multiples of {LBA_BYTES}",
-            )
+        self._within("connections", 1, 256)
+        self._within("call_connections", 1, 256)
+        self._within("max_command_bytes", LBA_BYTES, self.MOST_COMMAND_BYTES)
+        self._within("queue_bytes", 1, 1 << 40)
+        self._within("keep_alive_ms", 30, 0xFFFFFFFF)
+        self._multiple("max_command_bytes")
         if not 1 <= self.backoff_ms[0] <= self.backoff_ms[1]:
             raise InvalidArgument(
-                f"backoff_ms is {self.backoff_ms}", field="nvme_tcp.backoff_ms", limit="1 <= first <= last"
+                f"backoff_ms is {self.backoff_ms}", field=f"{self.SECTION}.backoff_ms", limit="1 <= first <= last"
             )
+
+    def _within(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if not low <= value <= high:
+            raise InvalidArgument(f"{name} is {value}", field=f"{self.SECTION}.{name}", limit=f"{low} to {high}")
+
+    def _multiple(self, name: str) -> None:
+        value = getattr(self, name)
+        if value % LBA_BYTES:
+            raise InvalidArgument(
+                f"{name} is {value}", field=f"{self.SECTION}.{name}", limit=f"multiples of {LBA_BYTES}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeTcpOptions(FabricsOptions):
+    """Settings of the NVMe/TCP initiator, beside those of `FabricsOptions`.
+
+    ``header_digest``, ``data_digest``: CRC-32C over what crosses the network, both ways; a target that offers none is
+    refused then. Tiles have checksums of their own, so these only tell damage on the way from damage on the drive, and
+    cost a second pass over the data.
+    """
+
+    SECTION: ClassVar[str] = "nvme_tcp"
+
+    header_digest: bool = False
+    data_digest: bool = False

@@ -14,6 +14,7 @@ from contextlib import suppress
 from itertools import islice
 
 from forebay.client.transports.base import Segment
+from forebay.client.transports.queues import IoQueue
 from forebay.client.transports.requests import CHUNK_BYTES, Request
 from forebay.client.transports.status import error_of
 from forebay.clock import Clock
@@ -42,7 +43,7 @@ _IOV = 64
 _MAX_POLL_MS = 1_000
 
 
-class QueuePair:
+class QueuePair(IoQueue):
     """A connected queue. Not thread-safe: it is held by one thread at a time.
 
     Every method that touches the socket raises `ConnectionLost` or `ProtocolError` when the connection is no good any
@@ -158,10 +159,8 @@ class QueuePair:
         """Commands sent and not completed."""
         return len(self._open)
 
-    @property
-    def room(self) -> int:
-        """Commands that can be submitted now."""
-        return len(self._free)
+    def takes(self, request: Request) -> bool:
+        return bool(self._free)
 
     @property
     def wants_to_send(self) -> bool:
