@@ -33,9 +33,10 @@ from forebay.appliance.control.data_calls import DataCalls
 from forebay.appliance.control.doorkeeper import Doorkeeper
 from forebay.appliance.control.load import LoadEstimate
 from forebay.appliance.control.server import ControlServer
-from forebay.appliance.dataplane.embedded import EmbeddedTarget, TransportLimits
+from forebay.appliance.dataplane.embedded import EmbeddedTarget
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.labels import DriveIdentity, translated
+from forebay.appliance.dataplane.subsystems import TransportLimits
 from forebay.appliance.dataplane.supervisor import Supervisor
 from forebay.appliance.dataplane.volumes import claim_drive, discard_drive, drive_space, open_drive, require_capacity
 from forebay.appliance.directories import make_directory

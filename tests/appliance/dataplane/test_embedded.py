@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from spdk.rpc.client import JSONRPCClient  # type: ignore[import-untyped]
 
-from forebay.appliance.dataplane.embedded import EmbeddedTarget, TransportLimits
+from forebay.appliance.dataplane.embedded import EmbeddedTarget
 from forebay.appliance.dataplane.interface import Barrier, HostView, IoStats, VolumeSpec, WriteGrant
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
+from forebay.appliance.dataplane.subsystems import TransportLimits
 from forebay.appliance.dataplane.supervisor import Supervisor, SupervisorTimes
 from forebay.checksum import crc32c
 from forebay.errors import AlreadyExists, NoSpace, NotFound, TargetRefused, Unavailable, VolumeMismatch
