@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 from forebay.client import Client, ClientOptions
@@ -35,6 +35,8 @@ _TOUCHED = 100_000
 """Blocks that are remembered for the policy of second touches."""
 _SAVE_BYTES = 16 << 20
 """A step's blocks are saved in parts of about this size, so that those that find staging memory go, and go at once."""
+_IDLE_S = 0.001
+"""How long a step that computes nothing waits for an answer that is on its way."""
 _LATE_MS = 100
 """A probe that has not answered this long after its deadline is not waited for."""
 
@@ -184,9 +186,20 @@ class SchedulerHalf:
             _log.exception("no saves in this step")
         loads, self._loads = tuple(self._loads), []
         idle = not output.total_num_scheduled_tokens
+        if idle:
+            self._yield()
         self._steps.append((self._clock.monotonic_ms(), output.total_num_scheduled_tokens))
         offer = self._offer if len(self._saves.hosts) < self._ranks else None
         return StepWork(offer, loads, saves, tuple(plans), tuple(dropped), idle)
+
+    def _yield(self) -> None:
+        """Let the threads that ask the node go on: an engine that has nothing to compute steps in a tight loop.
+
+        Each of them would get the interpreter only when it is taken from that loop, every five milliseconds.
+        """
+        asked = [each.probe for each in self._requests.values() if each.probe is not None and not each.probe.done()]
+        if asked:
+            wait(asked, _IDLE_S, FIRST_COMPLETED)
 
     def stepped(self) -> None:
         """The output of the oldest step under way is there: learn how long it took."""

@@ -281,6 +281,14 @@ def test_the_guard_has_the_last_word(make: Make) -> None:
     assert bench.count("lost_blocks:guard") == BLOCKS
 
 
+def test_a_step_that_computes_nothing_waits_for_an_answer(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, request = make(), Request("r", hashes("idle"))
+    monkeypatch.setattr(scheduler, "_IDLE_S", 60)
+    bench.half.arrived(request)
+    bench.half.step(Output())
+    assert bench.half.matched(request, 0) == (0, False)
+
+
 def test_a_node_that_does_not_answer_is_not_waited_for(make: Make, shared_node: NodeProcess) -> None:
     bench, request = make(probe_timeout_ms=200), Request("r", hashes("j"))
     os.kill(shared_node.process.pid, signal.SIGSTOP)
