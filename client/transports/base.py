@@ -99,6 +99,8 @@ class Capabilities:
     name: str
     device_memory: bool = False
     """It has `Transport.read_device`."""
+    writes: bool = True
+    """It can write under a grant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,13 @@ class Transport(ABC):
     @abstractmethod
     def write(self, ops: Sequence[WriteOp], deadline_ms: int) -> list[Outcome]:
         """Write the segments; one outcome an operation, in order, as in `read`."""
+
+    def serves(self, nsid: int) -> str | None:
+        """Why a volume cannot be reached by this transport now; None if it can, or that is only seen by trying.
+
+        Asks nobody and does not wait.
+        """
+        return None
 
     @abstractmethod
     def state(self) -> TransportState:
