@@ -332,13 +332,12 @@ class NodeMetrics:
             samples.set("forebay_removed_blocks_total", counters[f"blocks_{cause}"], cause)
         for limit in _LIMITS:
             samples.set("forebay_evicted_blocks_total", counters[f"evicted_for_{limit}"], limit)
-        hits, keys = counters["match_hits"], counters["match_keys"]
-        samples.set("forebay_lookup_keys_total", hits, "match", "hit")
-        samples.set("forebay_lookup_keys_total", keys - hits, "match", "absent")
-        samples.set("forebay_lookup_keys_total", counters["acquire_hits"], "acquire", "hit")
+        for call in ("match", "acquire"):
+            samples.set("forebay_lookup_keys_total", counters[f"{call}_hits"], call, "hit")
         for name, value in list(counters.items()):
-            if name.startswith("acquire_misses_"):
-                samples.set("forebay_lookup_keys_total", value, "acquire", name.removeprefix("acquire_misses_"))
+            call, misses, why = name.partition("_misses_")
+            if misses:
+                samples.set("forebay_lookup_keys_total", value, call, why)
         for account in self._accounts:
             labels = (account.protocol, account.method)
             samples.set("forebay_calls_in_flight", account.in_flight, *labels)

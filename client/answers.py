@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from forebay.client.results import BlockStat, StatResult, WatchEvent
-from forebay.errors import OK, InvalidArgument, ProtocolError, reason
+from typing import Any
+
+import cbor2
+
+from forebay.client.results import BlockStat, KeyspaceInfo, StatResult, WatchEvent
+from forebay.errors import OK, InvalidArgument, ProtocolError, SchemaInvalid, reason
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import rows16, unpack
+from forebay.schema import Schema
 
-__all__ = ["column", "event", "stats"]
+__all__ = ["column", "event", "keyspaces", "stats"]
 
 _POLICIES = {0: "flush", 1: "verify", 2: "volatile"}
 
@@ -37,6 +42,9 @@ def stats(reply: pb.StatReply, count: int) -> list[StatResult]:
         column("u8", reply.policies, "policies", count),
         strict=True,
     )
+    about = [_about(row) for row in reply.about] or [{}] * count
+    if len(about) != count:
+        raise ProtocolError("the node's answer does not describe each block")
     if len(reply.write_ids) != 16 * count:
         raise ProtocolError("the node's answer lacks write ids")
     write_ids = rows16(reply.write_ids, "write_ids")
@@ -52,10 +60,40 @@ def stats(reply: pb.StatReply, count: int) -> list[StatResult]:
             volume=row[6],
             offset_bytes=row[7],
             durability=_POLICIES.get(row[8], f"policy {row[8]}"),
+            describe=about[i].get("d", {}),
+            hints=about[i].get("h", {}),
         )
         for i, row in enumerate(columns)
     ]
     return [StatResult(reason(code), block if code == OK else None) for code, block in zip(status, blocks, strict=True)]
+
+
+def _about(tail: bytes) -> dict[str, dict[str, Any]]:
+    """What a writer said of a block."""
+    if not tail:
+        return {}
+    try:
+        found = cbor2.loads(tail)
+    except Exception as e:  # cbor2 raises many kinds on what is malformed
+        raise ProtocolError(f"the node's answer does not describe blocks in CBOR: {e}") from e
+    if not isinstance(found, dict) or not all(isinstance(part, dict) for part in found.values()):
+        raise ProtocolError("the node's answer describes blocks by something else than maps")
+    return found
+
+
+def keyspaces(reply: pb.KeyspacesReply) -> list[KeyspaceInfo]:
+    """The rows of Keyspaces' answer. Raises `ProtocolError`."""
+    try:
+        schemas = [Schema.from_cbor(data) for data in reply.schemas]
+    except SchemaInvalid as e:
+        raise ProtocolError(f"the node's answer has a schema that is none: {e.message}") from e
+    generations = column("u64", reply.generations, "generations", len(schemas))
+    if b"".join(schema.keyspace for schema in schemas) != reply.keyspaces:
+        raise ProtocolError("the node's answer has keyspaces of other schemas")
+    return [
+        KeyspaceInfo(schema.keyspace, generation, schema)
+        for schema, generation in zip(schemas, generations, strict=True)
+    ]
 
 
 def event(log: int, message: pb.Event) -> WatchEvent:

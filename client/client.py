@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from forebay.client.advice import check_describe, hints_to_proto
-from forebay.client.answers import column, event, stats
 from forebay.client.buffers import readable, writable
+from forebay.client.answers import column, event, keyspaces, stats
 from forebay.client.layouts import check_tiles, group_of, selected_bytes
 from forebay.client.options import ClientOptions
 from forebay.client.plans import WritePlan, plan_values, value_lengths
@@ -20,6 +20,7 @@ from forebay.client.results import (
     Describe,
     GetResult,
     Hints,
+    KeyspaceInfo,
     ListedBlock,
     MatchResult,
     PutResult,
@@ -60,6 +61,7 @@ _Writes = list[PutResult]
 _Words = list[str]
 _Stats = list[StatResult]
 _Tiles = list[TilesResult]
+_Keyspaces = list[KeyspaceInfo]
 _PAGE = 1_000
 _WATCH_RETRY_MS = 200
 
@@ -174,7 +176,17 @@ class Client:
             prefix,
             reply.load_us / 1000,
             reply.present_bytes,
+            (reply.elsewhere_keyspace, reply.elsewhere_generation) if reply.elsewhere_keyspace else None,
         )
+
+    def keyspaces(self, *, deadline_ms: int | None = None) -> _Keyspaces:
+        """What blocks of the namespace were lately stored under, the last used first. Raises what the node answers."""
+        _, reply = self._session.call(
+            self._session.rpc.blocks.Keyspaces,
+            lambda _, context: pb.KeyspacesRequest(context=context),
+            self._until(deadline_ms),
+        )
+        return keyspaces(reply)
 
     def get(
         self,

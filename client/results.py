@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from forebay.schema import Schema
 
 __all__ = [
     "BlockStat",
@@ -11,6 +14,7 @@ __all__ = [
     "Describe",
     "GetResult",
     "Hints",
+    "KeyspaceInfo",
     "ListedBlock",
     "MatchResult",
     "PutResult",
@@ -24,8 +28,10 @@ __all__ = [
 class MatchResult:
     """What is present, at this moment; it promises nothing for the next.
 
-    ``reasons`` say why not (``ok``, ``absent``, ``stale_generation``, ...). ``prefix`` is, by group, how many of the
-    group's keys are present before the first that is not. ``load_ms`` estimates reading all that is present.
+    ``reasons`` say why not (``ok``, ``absent``, ``evicted``, ``stale_generation``, ...); that of the first absent key
+    is ``other_keyspace`` or ``other_generation`` where the namespace has it there, which ``elsewhere`` names: keyspace
+    and generation. ``prefix`` is, by group, how many of the group's keys are present before the first that is not.
+    ``load_ms`` estimates reading all that is present.
     """
 
     present: tuple[bool, ...]
@@ -33,6 +39,16 @@ class MatchResult:
     prefix: dict[int, int]
     load_ms: float
     present_bytes: int
+    elsewhere: tuple[bytes, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyspaceInfo:
+    """A keyspace and generation that blocks of the namespace were lately stored under."""
+
+    keyspace: bytes
+    generation: int
+    schema: Schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +90,11 @@ class TilesResult:
 
 @dataclass(frozen=True, slots=True)
 class BlockStat:
-    """A block as the node has it. ``durability`` is the policy it was written under."""
+    """A block as the node has it. ``durability`` is the policy it was written under.
+
+    ``describe`` and ``hints`` are what its writer said: maps whose names are those of `Describe` (for one block:
+    ``parent``, ``token_hash``) and `Hints`.
+    """
 
     length_bytes: int
     extent_bytes: int
@@ -86,6 +106,8 @@ class BlockStat:
     volume: int
     offset_bytes: int
     durability: str
+    describe: Mapping[str, Any] = field(default_factory=dict)
+    hints: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

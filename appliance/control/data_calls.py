@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import cbor2
 import numpy as np
-from google.protobuf.json_format import MessageToDict
 
 from forebay.appliance.control.admission import Admission
 from forebay.appliance.control.calls import MAX_DEADLINE_MS, Method, Stream, finish
@@ -66,6 +65,7 @@ class DataCalls:
             Method("Heartbeat", pb.HeartbeatRequest, self.heartbeat, relieves=True),
             Method("CloseSession", pb.CloseSessionRequest, self.close_session, relieves=True),
             Method("Match", pb.MatchRequest, self.match),
+            Method("Keyspaces", pb.KeyspacesRequest, self.keyspaces),
             Method("Acquire", pb.AcquireRequest, self.acquire),
             Method("Release", pb.ReleaseRequest, self.release, relieves=True),
             Method("Allocate", pb.AllocateRequest, self.allocate),
@@ -196,16 +196,28 @@ class DataCalls:
         blocks = self._node.blocks
         if request.keys.groups or request.keys.scopes:
             session, keys, _ = self._read(principal, request)
-            status, prefix, size = blocks.match(session, keys)
+            found = blocks.match(session, keys)
         else:
             session, _ = self._session(principal, request.context, "read")
-            status, prefix, size = blocks.match_plain(session, self._plain_keys(session, request.keys))
-        return pb.MatchReply(
-            status=status.tobytes(),
-            prefix_groups=pack("u16", list(prefix)),
-            prefix_lengths=pack("u32", list(prefix.values())),
-            load_us=self._load_us(size),
-            present_bytes=size,
+            found = blocks.match_plain(session, self._plain_keys(session, request.keys))
+        reply = pb.MatchReply(
+            status=found.status.tobytes(),
+            prefix_groups=pack("u16", list(found.prefix)),
+            prefix_lengths=pack("u32", list(found.prefix.values())),
+            load_us=self._load_us(found.present_bytes),
+            present_bytes=found.present_bytes,
+        )
+        if found.elsewhere is not None:
+            reply.elsewhere_keyspace, reply.elsewhere_generation = found.elsewhere
+        return reply
+
+    async def keyspaces(self, principal: Principal, request: pb.KeyspacesRequest) -> pb.KeyspacesReply:
+        session, _ = self._session(principal, request.context, "read")
+        places = self._node.engine.places.of(session.namespace)
+        return pb.KeyspacesReply(
+            keyspaces=b"".join(place.keyspace for place in places),
+            generations=pack("u64", [place.generation for place in places]),
+            schemas=[self._node.blocks.schema(place.keyspace).cbor for place in places],
         )
 
     async def acquire(self, principal: Principal, request: pb.AcquireRequest) -> pb.AcquireReply:
@@ -270,6 +282,8 @@ class DataCalls:
         for name, (kind, values) in columns.items():
             setattr(reply, name, pack(kind, values))
         reply.write_ids = b"".join(s.record.write_id if s else bytes(16) for s in found)
+        if any(s.record.tail for s in found if s):
+            reply.about.extend(s.record.tail if s else b"" for s in found)
         return reply
 
     async def listing(self, principal: Principal, request: pb.ListRequest) -> pb.ListReply:
@@ -462,7 +476,7 @@ async def _run(call: Callable[..., T], *args: Any) -> T:
 
 def _tails(request: pb.AllocateRequest, count: int) -> list[bytes]:
     """The CBOR tail of each block: what the writer described and hinted. Raises `InvalidArgument`."""
-    hints = MessageToDict(request.hints, preserving_proto_field_name=True) if request.HasField("hints") else {}
+    hints = {field.name: value for field, value in request.hints.ListFields()}
     if not request.HasField("describe"):
         return [_bounded(encode_tail({}, hints))] * count
     describe = request.describe

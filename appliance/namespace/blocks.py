@@ -30,6 +30,7 @@ from forebay.appliance.dataplane.interface import Target, VolumeSpec
 from forebay.appliance.namespace.changes import ChangeLog
 from forebay.appliance.namespace.events import EventLog, Waiters
 from forebay.appliance.namespace.eviction import EvictionPolicy
+from forebay.appliance.namespace.misses import Evictions, Place, Places
 from forebay.appliance.namespace.quarantine import Quarantined
 from forebay.appliance.namespace.records import FLUSHED, PINNED, Record
 from forebay.appliance.namespace.reserve import Reserve
@@ -43,8 +44,11 @@ from forebay.errors import (
     OK,
     Absent,
     Busy,
+    Evicted,
     ForebayError,
     MetadataCorrupt,
+    OtherGeneration,
+    OtherKeyspace,
     SessionExpired,
     StaleGeneration,
     TargetFailed,
@@ -66,7 +70,17 @@ from forebay.ids import (
 from forebay.index import ABSENT, BlockIndex, Digests, Rows, RowState, findable
 from forebay.schema import Schema, TileLayout
 
-__all__ = ["BlockStat", "Blocks", "Engine", "ListedBlock", "Located", "Verdict", "owner_key", "tile_ranges"]
+__all__ = [
+    "BlockStat",
+    "Blocks",
+    "Engine",
+    "ListedBlock",
+    "Located",
+    "Matched",
+    "Verdict",
+    "owner_key",
+    "tile_ranges",
+]
 
 _log = logging.getLogger(__name__)
 _GROUP_OF = attrgetter("group")
@@ -113,6 +127,20 @@ class Engine:
     waiters: Waiters
     counters: Counter[str]
     reserve: Reserve = field(default_factory=Reserve)
+    evictions: Evictions = field(default_factory=Evictions)
+    places: Places = field(default_factory=Places)
+
+
+class Matched(NamedTuple):
+    """Answer of Match: 0 or an error code a key, and the length of each group's present prefix.
+
+    ``present_bytes`` are of all that is present; ``elsewhere`` is where the first absent key is instead, if known.
+    """
+
+    status: Status
+    prefix: dict[int, int]
+    present_bytes: int
+    elsewhere: Place | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,15 +266,12 @@ class Blocks:
             rows[(rows >= 0) & (expires_s > 0) & (expires_s <= self._e.clock.wall_ms() // 1000)] = ABSENT
         return rows
 
-    def match(self, session: Session, keys: Sequence[BlockKey]) -> tuple[Status, dict[int, int], int]:
-        """Presence of each key (0 or an error code), length of each group's present prefix, bytes of what is present.
-
-        Takes no lease and moves nothing in the eviction order, so that asking never blocks eviction.
-        """
-        status, size = self._matched(session, session.digests(self._e.index, keys))
+    def match(self, session: Session, keys: Sequence[BlockKey]) -> Matched:
+        """Presence of each key. Takes no lease and moves nothing in the eviction order: asking blocks no eviction."""
+        status, size, elsewhere = self._matched(session, session.digests(self._e.index, keys), keys.__getitem__)
         present = status == OK
         if not any(map(_GROUP_OF, keys)):
-            return status, {0: _leading(present)}, size
+            return Matched(status, {0: _leading(present)}, size, elsewhere)
         prefix: dict[int, int] = {}
         broken: set[int] = set()
         for key, there in zip(keys, present.tolist(), strict=True):
@@ -255,14 +280,17 @@ class Blocks:
                 broken.add(key.group)
             elif key.group not in broken:
                 prefix[key.group] += 1
-        return status, prefix, size
+        return Matched(status, prefix, size, elsewhere)
 
-    def match_plain(self, session: Session, keys: Sequence[bytes]) -> tuple[Status, dict[int, int], int]:
+    def match_plain(self, session: Session, keys: Sequence[bytes]) -> Matched:
         """`match` of keys in group 0 of the default scope, of which no objects have to be made."""
-        status, size = self._matched(session, session.plain_digests(self._e.index, keys))
-        return status, {0: _leading(status == OK)}, size
+        digests = session.plain_digests(self._e.index, keys)
+        status, size, elsewhere = self._matched(session, digests, lambda i: BlockKey(keys[i]))
+        return Matched(status, {0: _leading(status == OK)}, size, elsewhere)
 
-    def _matched(self, session: Session, digests: Digests) -> tuple[Status, int]:
+    def _matched(
+        self, session: Session, digests: Digests, key_at: Callable[[int], BlockKey]
+    ) -> tuple[Status, int, Place | None]:
         self.require_open(session)
         self.admit(session)
         index, counters = self._e.index, self._e.counters
@@ -274,7 +302,45 @@ class Blocks:
         counters["match_hits"] += len(mine)
         status = np.where(present, np.uint16(OK), np.uint16(Absent.code))
         status[away] = Unavailable.code
-        return status, int(index.value_length.take(mine).sum(dtype=np.uint64))
+        elsewhere = None if len(mine) == len(rows) else self._explain(session, digests, status, key_at)
+        return status, int(index.value_length.take(mine).sum(dtype=np.uint64)), elsewhere
+
+    def _explain(
+        self, session: Session, digests: Digests, status: Status, key_at: Callable[[int], BlockKey]
+    ) -> Place | None:
+        """Say in ``status`` why keys are absent as far as is known, and where the first of them is instead."""
+        e, absent = self._e, np.flatnonzero(status == Absent.code)
+        counts: dict[type[ForebayError], int] = {
+            Absent: absent.size,
+            Unavailable: int(np.count_nonzero(status == Unavailable.code)),
+        }
+        if e.evictions:
+            evicted = absent[e.evictions.has(digests.take(absent, axis=0))]
+            if evicted.size:
+                status[evicted] = Evicted.code
+                counts[Evicted] = evicted.size
+                counts[Absent] -= evicted.size
+        elsewhere = None
+        if absent.size and status[first := int(absent[0])] == Absent.code and (places := e.places.others(session)):
+            rows = e.index.find(e.places.digests(e.index, session.namespace, places, key_at(first)))
+            found = np.flatnonzero(self._fresh(rows, session) >= 0)
+            if found.size:
+                elsewhere = places[int(found[0])]
+                why = self._other(session, elsewhere)
+                status[first] = why.code
+                counts[why] = 1
+                counts[Absent] -= 1
+        for error, missed in counts.items():
+            if missed:
+                e.counters[f"match_misses_{reason(error.code)}"] += missed
+        return elsewhere
+
+    @staticmethod
+    def _other(session: Session, place: Place) -> type[ForebayError]:
+        """What being there makes of a key that is absent here."""
+        if place.keyspace != session.schema.keyspace:
+            return OtherKeyspace
+        return StaleGeneration if place.generation < session.access.namespace.min_generation else OtherGeneration
 
     def _away(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which of ``rows``, some of them perhaps `ABSENT`, lie on a drive that is away."""
@@ -536,6 +602,7 @@ class Blocks:
             namespace = int(index.namespace[row])
             e.events.add("removed", namespace, key, reason=why)
         e.counters[f"blocks_{why}"] += len(rows)
+        (e.evictions.add if why == "evicted" else e.evictions.drop)(index.digest[rows])
         self._undurable.difference_update(rows.tolist())
         self._free_retired(rows)
 

@@ -34,6 +34,7 @@ from forebay.appliance.namespace.drives import NodeDrives
 from forebay.appliance.namespace.events import EventLog, Waiters
 from forebay.appliance.namespace.eviction import Lru
 from forebay.appliance.namespace.meta import NodeMeta
+from forebay.appliance.namespace.misses import Place
 from forebay.appliance.namespace.recovery import Recovered, recover
 from forebay.appliance.namespace.reserve import Reserve
 from forebay.appliance.namespace.room import Room, Watermarks
@@ -158,6 +159,7 @@ class Node:
         for namespace in node.state.namespaces:
             if namespace.deleting and node.drives.all_there(namespace.id):
                 await node._finish_delete(namespace)
+        engine.places.learn(store)
         return node
 
     # ------------------------------------------------------------------------------------------------ the target
@@ -277,6 +279,7 @@ class Node:
             ops += e.store.deletes("owners", volume.id.to_bytes(4, "big"))
         if ops:
             await e.store.write(ops)
+        e.places.forget(namespace.id)
         for volume in self.state.volumes_of(namespace.id):
             if e.space.drives[volume.drive].state is DriveState.SERVING:
                 await self.drives.remove_volume(volume)
@@ -353,6 +356,7 @@ class Node:
             self.sessions.remove(session)
             raise
         self.engine.counters["sessions_opened"] += 1
+        self.engine.places.used(session.namespace, Place(schema.keyspace, generation))
         return session, host, ids
 
     def _admitted(self, principal: Principal, full_name: str, scopes: Sequence[str], generation: int) -> Access:

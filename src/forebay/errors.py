@@ -29,6 +29,7 @@ __all__ = [
     "DataDirNewer",
     "DeadlineExceeded",
     "DuplicateKey",
+    "Evicted",
     "ForebayError",
     "GridInvalid",
     "InvalidArgument",
@@ -38,6 +39,8 @@ __all__ = [
     "NamespaceNotFound",
     "NoSpace",
     "NotFound",
+    "OtherGeneration",
+    "OtherKeyspace",
     "Pending",
     "PermissionDenied",
     "ProtocolError",
@@ -256,6 +259,24 @@ class ChecksumMismatch(ForebayError):
     """The bytes read do not match the block's checksum."""
 
     code = 5003
+
+
+class OtherKeyspace(Absent):
+    """The namespace has this key in another keyspace: model, layout or settings differ."""
+
+    code = 5004
+
+
+class OtherGeneration(Absent):
+    """The namespace has this key under another generation of the same keyspace."""
+
+    code = 5005
+
+
+class Evicted(Absent):
+    """This key was stored, and evicted since to make room."""
+
+    code = 5006
 
 
 class Unavailable(ForebayError):

@@ -230,6 +230,15 @@ class Schema:
         """SHA-256 of the canonical CBOR, 32 bytes."""
         return Keyspace(hashlib.sha256(self.cbor).digest())
 
+    def differences(self, other: Schema) -> list[str]:
+        """What keeps the blocks of two schemas apart, by field, each as ``field: here, there``."""
+        mine, theirs = _leaves(asdict(self)), _leaves(asdict(other))
+        return [
+            f"{name}: {mine.get(name, 'none')}, {theirs.get(name, 'none')}"
+            for name in dict.fromkeys([*mine, *theirs])
+            if mine.get(name) != theirs.get(name)
+        ]
+
     @classmethod
     def from_cbor(cls, data: bytes) -> Schema:
         """Parse and check what a client sent. Raises `SchemaInvalid` naming the field."""
@@ -250,6 +259,17 @@ _NESTED: dict[tuple[type, str], type] = {
     (Group, "scales"): Scales,
     (Group, "required"): Required,
 }
+
+
+def _leaves(value: object, path: str = "") -> dict[str, str]:
+    """The fields of a schema as text, by their paths."""
+    if isinstance(value, dict):
+        return {
+            k: v for name, part in value.items() for k, v in _leaves(part, f"{path}.{name}" if path else name).items()
+        }
+    if path == "groups" and isinstance(value, tuple):
+        return {k: v for i, part in enumerate(value) for k, v in _leaves(part, f"{path}[{i}]").items()}
+    return {path: value.hex() or "none" if isinstance(value, bytes) else str(value)}
 
 
 def _build(cls: type[Any], raw: Any, path: str) -> Any:

@@ -262,6 +262,10 @@ class ScriptedNode(services.BlocksServicer, NodeAccess):
         self._enter("Delete", request, context)
         return self._leave("Delete", pb.DeleteReply())
 
+    def Keyspaces(self, request: pb.KeyspacesRequest, context: grpc.ServicerContext) -> pb.KeyspacesReply:
+        self._enter("Keyspaces", request, context)
+        return self._leave("Keyspaces", pb.KeyspacesReply())
+
     def Stat(self, request: pb.StatRequest, context: grpc.ServicerContext) -> pb.StatReply:
         self._enter("Stat", request, context)
         return self._leave("Stat", pb.StatReply())

@@ -311,13 +311,14 @@ async def test_a_match_of_plain_keys_answers_as_one_with_columns(rig: Rig, prese
     for i in present:
         assert await rig.put(m, b"%d" % i, b"x" * (i + 1)) == OK
     raw = [b"%d" % i for i in range(4)]
-    status, prefix, size = rig.node.blocks.match_plain(m.session, raw)
+    status, prefix, size, elsewhere = rig.node.blocks.match_plain(m.session, raw)
     assert status.dtype == np.uint16
     assert status.tolist() == [OK if i in present else Absent.code for i in range(4)]
     assert size == sum(i + 1 for i in present)
     assert prefix == {0: next((i for i in range(4) if i not in present), 4)}
     again = rig.node.blocks.match(m.session, [BlockKey(k) for k in raw])
-    assert (again[0].tolist(), again[1:]) == (status.tolist(), (prefix, size))
+    assert (again[0].tolist(), again[1:]) == (status.tolist(), (prefix, size, elsewhere))
+    assert elsewhere is None
     assert rig.node.engine.counters["match_hits"] == 2 * len(present)
     await rig.node.end_session(m.session)
     with pytest.raises(SessionExpired):

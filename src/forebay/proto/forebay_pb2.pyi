@@ -514,6 +514,8 @@ class MatchReply(_message.Message):
     PREFIX_LENGTHS_FIELD_NUMBER: _builtins.int
     LOAD_US_FIELD_NUMBER: _builtins.int
     PRESENT_BYTES_FIELD_NUMBER: _builtins.int
+    ELSEWHERE_KEYSPACE_FIELD_NUMBER: _builtins.int
+    ELSEWHERE_GENERATION_FIELD_NUMBER: _builtins.int
     status: _builtins.bytes
     """u16 a key: 0 present, else why not"""
     prefix_groups: _builtins.bytes
@@ -523,6 +525,10 @@ class MatchReply(_message.Message):
     load_us: _builtins.int
     """estimated time to load all that is present"""
     present_bytes: _builtins.int
+    elsewhere_keyspace: _builtins.bytes
+    """where the first key that is absent is instead, if that is known; its status says"""
+    elsewhere_generation: _builtins.int
+    """OtherKeyspace, OtherGeneration or (below the minimum) StaleGeneration"""
     def __init__(
         self,
         *,
@@ -531,14 +537,68 @@ class MatchReply(_message.Message):
         prefix_lengths: _builtins.bytes = ...,
         load_us: _builtins.int = ...,
         present_bytes: _builtins.int = ...,
+        elsewhere_keyspace: _builtins.bytes = ...,
+        elsewhere_generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_us", b"load_us", "prefix_groups", b"prefix_groups", "prefix_lengths", b"prefix_lengths", "present_bytes", b"present_bytes", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elsewhere_generation", b"elsewhere_generation", "elsewhere_keyspace", b"elsewhere_keyspace", "load_us", b"load_us", "prefix_groups", b"prefix_groups", "prefix_lengths", b"prefix_lengths", "present_bytes", b"present_bytes", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MatchReply: _TypeAlias = MatchReply  # noqa: Y015
+
+@_typing.final
+class KeyspacesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def context(self) -> Global___Context: ...
+    def __init__(
+        self,
+        *,
+        context: Global___Context | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeyspacesRequest: _TypeAlias = KeyspacesRequest  # noqa: Y015
+
+@_typing.final
+class KeyspacesReply(_message.Message):
+    """Those that the namespace's blocks were lately stored under, the last used first. Columns, one row each."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYSPACES_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    SCHEMAS_FIELD_NUMBER: _builtins.int
+    keyspaces: _builtins.bytes
+    """32 bytes a row"""
+    generations: _builtins.bytes
+    """packed u64"""
+    @_builtins.property
+    def schemas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """canonical CBOR"""
+
+    def __init__(
+        self,
+        *,
+        keyspaces: _builtins.bytes = ...,
+        generations: _builtins.bytes = ...,
+        schemas: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generations", b"generations", "keyspaces", b"keyspaces", "schemas", b"schemas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeyspacesReply: _TypeAlias = KeyspacesReply  # noqa: Y015
 
 @_typing.final
 class AcquireRequest(_message.Message):
@@ -1127,6 +1187,7 @@ class StatReply(_message.Message):
     VOLUMES_FIELD_NUMBER: _builtins.int
     OFFSETS_FIELD_NUMBER: _builtins.int
     POLICIES_FIELD_NUMBER: _builtins.int
+    ABOUT_FIELD_NUMBER: _builtins.int
     status: _builtins.bytes
     value_lengths: _builtins.bytes
     """u64"""
@@ -1148,6 +1209,10 @@ class StatReply(_message.Message):
     """u64"""
     policies: _builtins.bytes
     """u8"""
+    @_builtins.property
+    def about(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """CBOR maps, one a row: "d" what the writer described, "h" its hints; or none at all"""
+
     def __init__(
         self,
         *,
@@ -1162,10 +1227,11 @@ class StatReply(_message.Message):
         volumes: _builtins.bytes = ...,
         offsets: _builtins.bytes = ...,
         policies: _builtins.bytes = ...,
+        about: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_ms", b"created_unix_ms", "extent_lengths", b"extent_lengths", "leases", b"leases", "offsets", b"offsets", "pins", b"pins", "policies", b"policies", "status", b"status", "tiles", b"tiles", "value_lengths", b"value_lengths", "volumes", b"volumes", "write_ids", b"write_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "created_unix_ms", b"created_unix_ms", "extent_lengths", b"extent_lengths", "leases", b"leases", "offsets", b"offsets", "pins", b"pins", "policies", b"policies", "status", b"status", "tiles", b"tiles", "value_lengths", b"value_lengths", "volumes", b"volumes", "write_ids", b"write_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,6 +59,11 @@ class BlocksStub:
                 request_serializer=forebay_dot_proto_dot_forebay__pb2.MatchRequest.SerializeToString,
                 response_deserializer=forebay_dot_proto_dot_forebay__pb2.MatchReply.FromString,
                 _registered_method=True)
+        self.Keyspaces = channel.unary_unary(
+                '/forebay.v1.Blocks/Keyspaces',
+                request_serializer=forebay_dot_proto_dot_forebay__pb2.KeyspacesRequest.SerializeToString,
+                response_deserializer=forebay_dot_proto_dot_forebay__pb2.KeyspacesReply.FromString,
+                _registered_method=True)
         self.Acquire = channel.unary_unary(
                 '/forebay.v1.Blocks/Acquire',
                 request_serializer=forebay_dot_proto_dot_forebay__pb2.AcquireRequest.SerializeToString,
@@ -154,6 +159,12 @@ class BlocksServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Match(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Keyspaces(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -264,6 +275,11 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Match,
                     request_deserializer=forebay_dot_proto_dot_forebay__pb2.MatchRequest.FromString,
                     response_serializer=forebay_dot_proto_dot_forebay__pb2.MatchReply.SerializeToString,
+            ),
+            'Keyspaces': grpc.unary_unary_rpc_method_handler(
+                    servicer.Keyspaces,
+                    request_deserializer=forebay_dot_proto_dot_forebay__pb2.KeyspacesRequest.FromString,
+                    response_serializer=forebay_dot_proto_dot_forebay__pb2.KeyspacesReply.SerializeToString,
             ),
             'Acquire': grpc.unary_unary_rpc_method_handler(
                     servicer.Acquire,
@@ -466,6 +482,33 @@ class Blocks:
             '/forebay.v1.Blocks/Match',
             forebay_dot_proto_dot_forebay__pb2.MatchRequest.SerializeToString,
             forebay_dot_proto_dot_forebay__pb2.MatchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Keyspaces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.Blocks/Keyspaces',
+            forebay_dot_proto_dot_forebay__pb2.KeyspacesRequest.SerializeToString,
+            forebay_dot_proto_dot_forebay__pb2.KeyspacesReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,7 @@ class BlocksStub:
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.HeartbeatRequest, _forebay_pb2.HeartbeatReply]
     CloseSession: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.CloseSessionRequest, _forebay_pb2.CloseSessionReply]
     Match: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.MatchRequest, _forebay_pb2.MatchReply]
+    Keyspaces: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.KeyspacesRequest, _forebay_pb2.KeyspacesReply]
     Acquire: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.AcquireRequest, _forebay_pb2.AcquireReply]
     Release: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.ReleaseRequest, _forebay_pb2.ReleaseReply]
     Allocate: _grpc.UnaryUnaryMultiCallable[_forebay_pb2.AllocateRequest, _forebay_pb2.AllocateReply]
@@ -63,6 +64,7 @@ class BlocksAsyncStub(BlocksStub):
     Heartbeat: _aio.UnaryUnaryMultiCallable[_forebay_pb2.HeartbeatRequest, _forebay_pb2.HeartbeatReply]  # type: ignore[assignment]
     CloseSession: _aio.UnaryUnaryMultiCallable[_forebay_pb2.CloseSessionRequest, _forebay_pb2.CloseSessionReply]  # type: ignore[assignment]
     Match: _aio.UnaryUnaryMultiCallable[_forebay_pb2.MatchRequest, _forebay_pb2.MatchReply]  # type: ignore[assignment]
+    Keyspaces: _aio.UnaryUnaryMultiCallable[_forebay_pb2.KeyspacesRequest, _forebay_pb2.KeyspacesReply]  # type: ignore[assignment]
     Acquire: _aio.UnaryUnaryMultiCallable[_forebay_pb2.AcquireRequest, _forebay_pb2.AcquireReply]  # type: ignore[assignment]
     Release: _aio.UnaryUnaryMultiCallable[_forebay_pb2.ReleaseRequest, _forebay_pb2.ReleaseReply]  # type: ignore[assignment]
     Allocate: _aio.UnaryUnaryMultiCallable[_forebay_pb2.AllocateRequest, _forebay_pb2.AllocateReply]  # type: ignore[assignment]
@@ -112,6 +114,13 @@ class BlocksServicer(metaclass=_abc_1.ABCMeta):
         request: _forebay_pb2.MatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_forebay_pb2.MatchReply, _abc.Awaitable[_forebay_pb2.MatchReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Keyspaces(
+        self,
+        request: _forebay_pb2.KeyspacesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_forebay_pb2.KeyspacesReply, _abc.Awaitable[_forebay_pb2.KeyspacesReply]]: ...
 
     @_abc_1.abstractmethod
     def Acquire(

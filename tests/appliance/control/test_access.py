@@ -17,6 +17,7 @@ from tests.appliance.control.peer import Caller, Daemon, failure
 RIGHTS = ("read", "write", "delete", "pin")
 NEEDS: dict[str, str | None] = {
     "Match": "read",
+    "Keyspaces": "read",
     "Acquire": "read",
     "Touch": "read",
     "Stat": "read",
@@ -41,6 +42,7 @@ def attempts(caller: Caller) -> dict[str, Callable[[], Any]]:
     stream = caller.stream
     return {
         "Match": lambda: caller.match(b"k"),
+        "Keyspaces": lambda: caller("Keyspaces", pb.KeyspacesRequest(context=context)),
         "Acquire": lambda: caller("Acquire", pb.AcquireRequest(context=context, keys=keys)),
         "Touch": lambda: caller("Touch", pb.TouchRequest(context=context, keys=keys)),
         "Stat": lambda: caller("Stat", pb.StatRequest(context=context, keys=keys)),
