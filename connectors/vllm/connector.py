@@ -29,15 +29,13 @@ from forebay.connectors.vllm.messages import StepWork, WorkerFacts, WorkerReport
 from forebay.connectors.vllm.scheduler import SchedulerHalf
 from forebay.connectors.vllm.settings import Settings
 from forebay.connectors.vllm.stats import ConnectorStats, PrometheusMetrics
+from forebay.connectors.vllm.versions import check_version
 from forebay.connectors.vllm.worker import WorkerHalf
 from forebay.errors import ConfigInvalid
 
-__all__ = ["TESTED_VERSIONS", "ForebayConnector"]
+__all__ = ["ForebayConnector"]
 
 _log = logging.getLogger("vllm.forebay")
-
-TESTED_VERSIONS = ("0.32",)
-"""Minor versions of vLLM that this release was tested with. The interface changes between them."""
 
 
 @dataclass(frozen=True)
@@ -80,20 +78,6 @@ def _shielded(default: Callable[[], Any]) -> Callable[[_F], _F]:
     return decorate
 
 
-def _check_version(settings: Settings) -> None:
-    if ".".join(vllm.__version__.split(".")[:2]) in TESTED_VERSIONS:
-        return
-    message = (
-        f"vLLM {vllm.__version__} is not one of those that this release was tested with ({', '.join(TESTED_VERSIONS)})"
-    )
-    if not settings.untested_engine:
-        raise ConfigInvalid(
-            f"{message}: install one of them, or set untested_engine in kv_connector_extra_config",
-            field="untested_engine",
-        )
-    _log.warning("%s", message)
-
-
 class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Loads and stores KV blocks at a Forebay node; see docs/engines/vllm.md.
 
@@ -106,7 +90,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.from_config(self._kv_transfer_config.kv_connector_extra_config or {})
-        _check_version(self._settings)
+        check_version(self._settings)
         check_supported(vllm_config, kv_cache_config)
         self._counters = Counters()
         name = f"vllm {vllm.__version__} {self._kv_transfer_config.engine_id}"

@@ -140,9 +140,9 @@ class Engine:
         """What the connector says to this engine's configuration with one thing changed, and to another version."""
         import vllm
 
-        from forebay.connectors.vllm import connector
         from forebay.connectors.vllm.identity import check_supported
         from forebay.connectors.vllm.settings import Settings
+        from forebay.connectors.vllm.versions import check_version
         from forebay.errors import ConfigInvalid
 
         config = self.llm.llm_engine.vllm_config
@@ -165,8 +165,8 @@ class Engine:
                 found[name] = str(e)
         real, vllm.__version__ = vllm.__version__, "0.99.1"
         try:
-            connector._check_version(Settings(untested_engine=True))
-            connector._check_version(Settings())
+            check_version(Settings(untested_engine=True))
+            check_version(Settings())
         except ConfigInvalid as e:
             found["version"] = str(e)
         finally:
@@ -185,7 +185,7 @@ class Engine:
         return found
 
 
-def main(model: str, config: str) -> None:
+def main(model: str, config: str, kind: type[Engine] = Engine) -> None:
     """Serve requests until standard input ends."""
     os.environ.update({**_VARIABLES, **os.environ})
     answers_fd = os.dup(1)
@@ -195,7 +195,7 @@ def main(model: str, config: str) -> None:
     sizes = arguments.pop("sizes", SMALL_MODEL)
     if not directory.exists():
         make_model(directory, sizes)
-    engine = Engine(directory, arguments)
+    engine = kind(directory, arguments)
     with os.fdopen(answers_fd, "w") as answers:
         print(json.dumps({"ready": True}), file=answers, flush=True)
         for line in sys.stdin:

@@ -27,18 +27,13 @@ def prompt(seed: int) -> list[int]:
 class EngineProcess:
     """A vLLM engine whose connector is at a node."""
 
+    module = "tests.connectors.engine"
+
     def __init__(
         self, node: NodeProcess, model: Path, log: Path, *, extra: dict[str, Any] | None = None, **arguments: Any
     ) -> None:
         env = ENVIRONMENTS["vllm"]
-        transfer = {
-            "kv_connector": "ForebayConnector",
-            "kv_connector_module_path": "forebay.connectors.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"url": node.url, "guard": False, **(extra or {})},
-        }
-        config = json.dumps({"kv_transfer_config": transfer, **arguments})
+        config = json.dumps({"kv_transfer_config": self.transfer(node, extra or {}), **arguments})
         variables = {**env.variables(), "FOREBAY_TOKEN": node.token}
         if arguments.get("tensor_parallel_size", 1) > 1:
             # The engine goes on stepping by itself, which plans of several ranks need.
@@ -47,7 +42,7 @@ class EngineProcess:
         self.log = log
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                [env.python, "-m", "tests.connectors.engine", model, config],
+                [env.python, "-m", self.module, model, config],
                 env=variables,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -59,6 +54,16 @@ class EngineProcess:
         except BaseException:
             self.kill()
             raise
+
+    def transfer(self, node: NodeProcess, extra: dict[str, Any]) -> dict[str, Any]:
+        """vLLM's ``kv_transfer_config``."""
+        return {
+            "kv_connector": "ForebayConnector",
+            "kv_connector_module_path": "forebay.connectors.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"url": node.url, "guard": False, **extra},
+        }
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
