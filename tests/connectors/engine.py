@@ -206,4 +206,4 @@ def main(model: str, config: str, kind: type[Engine] = Engine) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2])
