@@ -82,7 +82,7 @@ class EmbeddedTarget(NvmfTarget):
 
     async def teardown_all(self, incarnation: int) -> None:
         self._incarnation = incarnation
-        ordered = (await self._able()).ordered
+        ordered = (await self.able()).ordered
         await self._rpc.call("forebay_teardown_all", {"incarnation": incarnation} if ordered else None)
 
     async def grant(self, grants: Sequence[WriteGrant]) -> None:
@@ -120,7 +120,7 @@ class EmbeddedTarget(NvmfTarget):
         return await self._barrier("forebay_barrier", volume, {})
 
     async def seal(self, grants: Sequence[GrantId], volume: VolumeSpec) -> Barrier:
-        if not (await self._able()).seal:  # a target that an older daemon started, and that goes on running
+        if not (await self.able()).seal:  # a target that an older daemon started, and that goes on running
             return await super().seal(grants, volume)
         await self.revoke(grants[BATCH:])
         return await self._barrier("forebay_seal", volume, {"ids": list(grants[:BATCH])})
@@ -154,13 +154,12 @@ class EmbeddedTarget(NvmfTarget):
 
         None for a target that knows no order, and from a driver that never took the target over.
         """
-        if not self._incarnation or not (await self._able()).ordered:
+        if not self._incarnation or not (await self.able()).ordered:
             return None
         self._number += 1
         return [self._incarnation, self._number]
 
-    async def _able(self) -> Capabilities:
-        """What the process that answers now can do."""
+    async def able(self) -> Capabilities:
         return self._capabilities or (await self.info()).capabilities
 
     async def checksums(self, volume: VolumeSpec, ranges: Sequence[tuple[int, int, int]]) -> list[int]:

@@ -139,6 +139,10 @@ class Target(ABC):
     async def info(self) -> TargetInfo:
         """Who answers; raises `Unavailable` when nobody does."""
 
+    async def able(self) -> Capabilities:
+        """What the process that answers now can do; drivers keep it, so that asking costs no call each time."""
+        return (await self.info()).capabilities
+
     @abstractmethod
     async def add_volume(self, spec: VolumeSpec) -> None:
         """Serve a volume to the hosts of its tenant that `add_host` names; creates the tenant's subsystem if needed."""
@@ -227,7 +231,10 @@ class Target(ABC):
         return set()
 
     async def volume_io(self) -> dict[VolumeId, str]:
-        """How each volume's bytes are moved: ``direct``, ``buffered`` or ``mmap``. Empty if a target does not tell."""
+        """How each volume's bytes are moved: ``direct``, ``buffered`` or ``mmap``, by SPDK the kind of its bdev.
+
+        Empty if a target does not tell.
+        """
         return {}
 
     @abstractmethod

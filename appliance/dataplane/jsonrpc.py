@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import socket
+import struct
 from collections.abc import Mapping
 from contextlib import nullcontext
 from copy import copy
@@ -138,6 +140,14 @@ class JsonRpcClient:
         if "result" not in response:
             raise ProtocolError(f"{method}: an answer with neither result nor error")
         return response["result"]
+
+    @property
+    def peer_pid(self) -> int:
+        """Pid of the process that listens, as the kernel noted it when we connected; 0 if there is no connection."""
+        if self._writer is None:
+            return 0
+        credentials = self._writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return int(struct.unpack("iII", credentials)[0])
 
     async def close(self) -> None:
         """End the connection; calls that wait raise `Unavailable`. The next call opens a new one."""

@@ -95,6 +95,8 @@ class PendingWrite:
     grant: GrantId | None = None
     tag: int = 0
     checksums: dict[int, int] = field(default_factory=dict)
+    told: set[HostIdentity] = field(default_factory=set)
+    """Hosts that committed tiles, and so said that their commands have completed."""
     recorded: bool = False
     """A record of it may be in metadata: it must be deleted there before the extent is free."""
     doomed: bool = False

@@ -6,7 +6,7 @@ write       moved by                                          next
 allocating  Allocate reserved the key and looks for room      writing (extent and grants there), or gone (no room)
 writing     ranks on the grant's hosts write, commit tiles    committing (last tile committed); fencing (abort,
                                                               deadline, session's end)
-committing  grant sealed (revoked, barrier), record durable   visible; writing again if the target or metadata failed
+committing  grant sealed (revoked, barrier), record durable;  visible; writing again if the target or metadata failed
 fencing     grant revoked; every host of it torn down that    free
             has not reported all its commands complete
 =========== ================================================= =========================================================
@@ -303,6 +303,8 @@ class Writes:
                 continue
             if write.state is WriteState.WRITING:
                 write.checksums.update((s.tile, s.checksum) for s in sums)
+                if host is not None:
+                    write.told.add(host)
                 if write.complete:
                     write.state = WriteState.COMMITTING
                     write.done = asyncio.get_running_loop().create_future()
@@ -356,6 +358,7 @@ class Writes:
         e = self._e
         crash_point("commit.before_revoke")
         extents = {w.write_id: cast(Extent, w.extent) for w in group}
+        await self._silence(group)
         flushed: set[VolumeId] = set()
         if policy is Durability.FLUSH:
             flushed = await self._seal(group)
@@ -398,6 +401,15 @@ class Writes:
         self._link(group, records)
         e.changes.settle(numbers)
         return OK
+
+    async def _silence(self, group: Sequence[PendingWrite]) -> None:
+        """Tear down hosts that could write to these blocks and did not say that they are done, on a target where to
+        revoke their grants keeps them from nothing: what they write late would change a block that is visible.
+        """
+        silent = dict.fromkeys(h for w in group for h in w.hosts if h not in w.told)
+        if silent and not (await self._e.target.able()).fencing:
+            for host in silent:
+                await self._e.target.teardown_host(host)
 
     def _link(self, group: list[PendingWrite], records: list[Record]) -> None:
         e = self._e

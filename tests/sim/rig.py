@@ -191,7 +191,8 @@ class Rig:
         (row,) = await self.allocate(member, key, size=len(value), **options)  # type: ignore[arg-type]
         if row.extent is None:
             return row.status
-        (status,) = await self.node.writes.commit(member.session, [self.written(member, key, row, value)])
+        written = [self.written(member, key, row, value)]
+        (status,) = await self.node.writes.commit(member.session, written, host=member.identity)
         return status
 
     def written(

@@ -229,6 +229,9 @@ class SimTarget(Target):
         await self._enter("info")
         return TargetInfo("sim", "0", 0, str(self.boot), self.capabilities)
 
+    async def able(self) -> Capabilities:
+        return self.capabilities
+
     async def add_volume(self, spec: VolumeSpec) -> None:
         await self._enter("add_volume")
         self._serve(spec)

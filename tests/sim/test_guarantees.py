@@ -333,6 +333,26 @@ async def test_4_a_visible_block_can_be_written_by_nobody(rig: Rig, monkeypatch:
 
 @both
 @on_loop
+async def test_4_who_has_not_said_that_it_is_done_cannot_write_a_visible_block(
+    rig: Rig, monkeypatch: Patch, removed: bool
+) -> None:
+    """Defence (iii), at a target that fences nothing itself: a commit tears down the hosts that committed nothing."""
+    rig.target = SimTarget(fencing=False)
+    m = await opened(rig)
+    silent = await rig.join(m)
+    if removed:
+        monkeypatch.setattr(rig.node.writes, "_silence", nothing)
+    (row,) = await rig.allocate(m, b"k", size=len(VALUE), hosts=[m, silent])
+    assert row.extent is not None
+    late = silent.host.submit(row.extent.volume, row.extent.offset_bytes, b"\xff" * LBA_BYTES)
+    written = [rig.written(m, b"k", row, VALUE)]
+    assert await rig.node.writes.commit(m.session, written, host=m.identity) == [OK]
+    assert await _lands(rig, late, m) == removed
+    assert removed or await rig.get(m, b"k") == VALUE, "who said that it is done keeps its connection"
+
+
+@both
+@on_loop
 async def test_4_hosts_of_an_earlier_incarnation_are_fenced_at_start(
     rig: Rig, monkeypatch: Patch, removed: bool
 ) -> None:

@@ -1,0 +1,285 @@
+"""Driver of SPDK's target: `NvmfTarget` without the private calls of ours, and what is done instead (ADR 12)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from forebay.appliance.dataplane.interface import (
+    Barrier,
+    Capabilities,
+    IoStats,
+    TargetInfo,
+    VolumeErrors,
+    VolumeSpec,
+    WriteGrant,
+)
+from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
+from forebay.appliance.dataplane.process import ProcessName
+from forebay.appliance.dataplane.subsystems import Bdev, Listener, NvmfTarget, TransportLimits, hosts_of
+from forebay.appliance.dataplane.volume_files import VolumeFiles
+from forebay.errors import NotFound, ProtocolError, TargetFailed, Unavailable, VolumeMismatch
+from forebay.ids import LBA_BYTES, GrantId, HostIdentity, VolumeId
+
+__all__ = ["QosLimits", "SpdkTarget", "spdk_identity"]
+
+CAPABILITIES = Capabilities(fencing=False, barrier=True, per_host_visibility=True, qos=True, ordered=True)
+MAX_IO_BYTES = 128 << 10
+"""Of one command. An initiator that has several commands of this size under way is faster here than one that sends
+longer ones, each of which holds a buffer of its whole length."""
+_DRAIN_S = 5.0
+"""How long commands of a host that is torn down may take to end before the caller is told that they did not."""
+_AGAIN_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class QosLimits:
+    """Limits of each volume; 0 is none. SPDK counts bytes a second in MiB."""
+
+    ios_per_s: int = 0
+    read_bytes_per_s: int = 0
+    write_bytes_per_s: int = 0
+
+    def rates(self) -> dict[str, int]:
+        """By the names of `bdev_set_qos_limit`."""
+        return {
+            "rw_ios_per_sec": self.ios_per_s,
+            "rw_mbytes_per_sec": 0,
+            "r_mbytes_per_sec": self.read_bytes_per_s >> 20,
+            "w_mbytes_per_sec": self.write_bytes_per_s >> 20,
+        }
+
+
+async def spdk_identity(rpc: JsonRpcClient) -> tuple[str, int, str]:
+    """Version, pid and boot id of the SPDK target behind a socket. Raises `ProtocolError` if it is another's.
+
+    SPDK names no process, but the kernel does: the one that listens.
+    """
+    found = await rpc.call("spdk_get_version")
+    try:
+        version, major = str(found["version"]), int(found["fields"]["major"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"spdk_get_version: {error!r} in the answer") from error
+    if not major:  # Forebay's own target, which answers most of what SPDK does
+        raise ProtocolError(f"{rpc.path}: {version} is not SPDK's target")
+    pid = rpc.peer_pid
+    name = ProcessName.of(pid, rpc.path) if pid else None
+    return version, pid, f"{pid}/{name.start_ticks if name else 0}"
+
+
+class SpdkTarget(NvmfTarget):
+    """SPDK's ``nvmf_tgt`` behind its RPC socket.
+
+    A volume on a file or kernel block device is a ``bdev_aio``, whose regions, flushes and checksums the daemon sees to
+    itself. Bdevs are named ``forebay-<node>-<volume>``: a target may serve others as well, which are left alone.
+    """
+
+    max_namespaces = 1024
+
+    def __init__(
+        self,
+        rpc: JsonRpcClient,
+        *,
+        node: str,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        limits: TransportLimits | None = None,
+        listeners: Sequence[Listener] = (),
+        qos: QosLimits | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        super().__init__(rpc, node=node, address=address, port=port, limits=limits, listeners=listeners)
+        self._qos = qos or QosLimits()
+        self._files = VolumeFiles(timeout_s)
+
+    async def info(self) -> TargetInfo:
+        version, pid, boot_id = await spdk_identity(self._rpc)
+        return TargetInfo("spdk", version, pid, boot_id, CAPABILITIES)
+
+    async def able(self) -> Capabilities:
+        return CAPABILITIES
+
+    # --- hosts: torn down where writes cannot be fenced ---------------------------------------------------------------
+
+    async def teardown_host(self, host: HostIdentity) -> None:
+        """See `Target.teardown_host`. The host may not connect while its commands end, and then may again."""
+        async with self._shape:
+            for nqn, subsystem in (await self._mine()).items():
+                allowed = host.nqn in hosts_of(subsystem)
+                try:
+                    await self._expel(nqn, host.nqn, allowed=allowed)
+                finally:
+                    if allowed:
+                        await self._rpc.call("nvmf_subsystem_add_host", {"nqn": nqn, "host": host.nqn})
+
+    async def teardown_all(self, incarnation: int) -> None:
+        """See `Target.teardown_all`. Nothing of an earlier daemon is under way: regions are cleared by it, not here."""
+        async with self._shape:
+            self._looks.clear()
+            for nqn, subsystem in (await self._mine()).items():
+                names = hosts_of(subsystem) | {one["hostnqn"] for one in await self._controllers(nqn)}
+                for name in sorted(names):
+                    for one in subsystem["namespaces"]:
+                        values = {"nqn": nqn, "nsid": one["nsid"], "host": name}
+                        await self._rpc.call("nvmf_ns_remove_host", values)
+                    await self._expel(nqn, name, allowed=name in hosts_of(subsystem))
+
+    async def _end_host(self, name: str) -> None:
+        for nqn, subsystem in (await self._mine()).items():
+            await self._expel(nqn, name, allowed=name in hosts_of(subsystem))
+
+    async def _mine(self) -> dict[str, dict[str, Any]]:
+        """This node's subsystems by NQN."""
+        prefix = self.subsystem_nqn("")
+        found = await self._rpc.call("nvmf_get_subsystems")
+        return {one["nqn"]: one for one in found if one["nqn"].startswith(prefix)}
+
+    async def _controllers(self, nqn: str) -> list[dict[str, Any]]:
+        return list(await self._rpc.call("nvmf_subsystem_get_controllers", {"nqn": nqn}))
+
+    async def _expel(self, nqn: str, name: str, *, allowed: bool) -> None:
+        """Take a host's right to connect, and have its controllers go: a controller goes when its commands have ended.
+
+        Raises `Unavailable` if they do not, and then nobody knows what they still write.
+        """
+        end_s = asyncio.get_running_loop().time() + _DRAIN_S
+        while True:
+            if allowed:
+                values = {"nqn": nqn, "host": name, "timeout_ms": int(_DRAIN_S * 1000)}
+                with suppress(TargetFailed):  # they had no end in that time: the controllers say so
+                    await self._rpc.call("nvmf_subsystem_remove_host", values)
+            if not any(one["hostnqn"] == name for one in await self._controllers(nqn)):
+                return
+            if asyncio.get_running_loop().time() >= end_s:
+                raise Unavailable(f"commands of host {name} do not end", field="target")
+            await asyncio.sleep(_AGAIN_S)
+            if not allowed:  # it was connecting meanwhile, or lost its right without its connections
+                await self._rpc.call("nvmf_subsystem_add_host", {"nqn": nqn, "host": name})
+            allowed = True
+
+    async def grant(self, grants: Sequence[WriteGrant]) -> None:
+        """SPDK has no grants: a host that sees a volume may write all of it."""
+        for grant in grants:
+            if grant.extent.volume not in self._volumes:
+                raise NotFound(f"the target does not serve volume {grant.extent.volume}", field="volume")
+
+    async def revoke(self, grants: Sequence[GrantId]) -> None:
+        """Nothing to do: who must not write any more is torn down."""
+
+    # --- bytes --------------------------------------------------------------------------------------------------------
+
+    async def barrier(self, volume: VolumeSpec) -> Barrier:
+        """What the kernel says of the file itself: what SPDK answers to a Flush is not asked."""
+        await self._files.flush(volume)
+        return Barrier.FLUSHED
+
+    async def prepare_region(self, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
+        await self._files.prepare_region(volume, offset_bytes, length_bytes)
+
+    async def release_region(self, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
+        await self._files.release_region(volume, offset_bytes, length_bytes)
+
+    async def checksums(self, volume: VolumeSpec, ranges: Sequence[tuple[int, int, int]]) -> list[int]:
+        return await self._files.checksums(volume, ranges)
+
+    # --- what it did --------------------------------------------------------------------------------------------------
+
+    async def _iostat(self) -> tuple[float, dict[VolumeId, dict[str, Any]]]:
+        """Ticks in a microsecond, and the counters of each volume."""
+        names = {self._bdev_name(spec): volume for volume, spec in self._volumes.items()}
+        found = await self._rpc.call("bdev_get_iostat")
+        try:
+            mine = {names[one["name"]]: one for one in found["bdevs"] if one["name"] in names}
+            return found["tick_rate"] / 1e6, mine
+        except (KeyError, TypeError) as error:
+            raise ProtocolError(f"bdev_get_iostat: {error!r} in the answer") from error
+
+    async def io_stats(self) -> IoStats:
+        ticks_per_us, bdevs = await self._iostat()
+        try:
+            return IoStats(
+                sum(one["bytes_read"] for one in bdevs.values()),
+                int(sum(one["read_latency_ticks"] for one in bdevs.values()) / ticks_per_us),
+                sum(one["bytes_written"] for one in bdevs.values()),
+                int(sum(one["write_latency_ticks"] for one in bdevs.values()) / ticks_per_us),
+            )
+        except (KeyError, TypeError, ZeroDivisionError) as error:
+            raise ProtocolError(f"bdev_get_iostat: {error!r} in the answer") from error
+
+    async def volume_errors(self) -> dict[VolumeId, VolumeErrors]:
+        _, bdevs = await self._iostat()
+        try:
+            return {volume: VolumeErrors(sum(one["io_error"].values())) for volume, one in bdevs.items()}
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ProtocolError(f"bdev_get_iostat: {error!r} in the answer") from error
+
+    async def volume_io(self) -> dict[VolumeId, str]:
+        return dict.fromkeys(self._volumes, "aio")
+
+    async def close(self) -> None:
+        self._files.close_all()
+        await super().close()
+
+    # --- of `NvmfTarget` ----------------------------------------------------------------------------------------------
+
+    def _bdev_name(self, spec: VolumeSpec) -> str:
+        return f"{self._bdev_prefix}{spec.bdev}"
+
+    @property
+    def _bdev_prefix(self) -> str:
+        return f"forebay-{self._node}-"
+
+    async def _look_at(self, params: dict[str, Any] | None) -> list[dict[str, Any]]:
+        found = await super()._look_at(params)
+        # Who sees a namespace stands only in the configuration, as the calls that would make it so.
+        config = await self._rpc.call("framework_get_config", {"name": "nvmf"})
+        seen_by: dict[tuple[str, int], list[str]] = {}
+        try:
+            for call in config:
+                if call["method"] == "nvmf_ns_add_host":
+                    values = call["params"]
+                    seen_by.setdefault((values["nqn"], values["nsid"]), []).append(values["host"])
+            for subsystem in found:
+                for one in subsystem.get("namespaces", ()):
+                    one["hosts"] = seen_by.get((subsystem["nqn"], one["nsid"]), [])
+        except (KeyError, TypeError) as error:
+            raise ProtocolError(f"framework_get_config: {error!r} in the answer") from error
+        return found
+
+    async def _bdevs(self) -> dict[str, Bdev]:
+        found = await self._rpc.call("bdev_get_bdevs")
+        return {one["name"]: _bdev(one) for one in found if one["name"].startswith(self._bdev_prefix)}
+
+    async def _add_bdev(self, spec: VolumeSpec) -> None:
+        name = self._bdev_name(spec)
+        try:
+            known = (await self._rpc.call("bdev_get_bdevs", {"name": name}))[0]
+        except NotFound:
+            known = None
+        if known is not None and _bdev(known).path != spec.path:
+            raise VolumeMismatch(f"the target serves {_bdev(known).path} as {name}, not {spec.path}", field="path")
+        self._files.open(spec)
+        if known is None:
+            values = {"name": name, "filename": spec.path, "block_size": LBA_BYTES, "uuid": str(UUID(spec.nguid))}
+            await self._rpc.call("bdev_aio_create", values)
+        limits = self._qos.rates()
+        if (known or {}).get("assigned_rate_limits", dict.fromkeys(limits, 0)) != limits:
+            await self._rpc.call("bdev_set_qos_limit", {"name": name, **limits})
+
+    async def _delete_bdev(self, name: str) -> None:
+        with suppress(NotFound):
+            await self._rpc.call("bdev_aio_delete", {"name": name})
+        for volume, spec in self._volumes.items():
+            if self._bdev_name(spec) == name:
+                self._files.close(volume)
+
+
+def _bdev(found: dict[str, Any]) -> Bdev:
+    try:
+        return Bdev(found["driver_specific"]["aio"]["filename"])
+    except KeyError:
+        return Bdev(str(found.get("product_name", "another bdev")))
