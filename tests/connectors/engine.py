@@ -116,20 +116,21 @@ class Engine:
         get_kv_transfer_group()._worker._storing.submit(lambda: None).result()
         return {}
 
-    def blocks(self) -> dict[str, Any]:
-        """Where each block that the engine's namespace has lies: volume and offset, by key."""
+    def _client(self) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        client = get_kv_transfer_group()._worker._link.client
+        return get_kv_transfer_group()._worker._link.client
+
+    def blocks(self) -> dict[str, Any]:
+        """Where each block that the engine's namespace has lies: volume and offset, by key."""
+        client = self._client()
         keys = [block.key for block in client.list()]
         stats = client.stat(keys) if keys else []
         return {key.hex(): [s.block.volume, s.block.offset_bytes] for key, s in zip(keys, stats, strict=True)}
 
     def forge(self) -> dict[str, Any]:
         """Put other bytes under every key that the engine's namespace has, as a whole and valid block."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        client = get_kv_transfer_group()._worker._link.client
+        client = self._client()
         listed = list(client.list())
         keys = [block.key for block in listed]
         client.delete(keys)
