@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, NewType
 
 from forebay.errors import DuplicateKey, InvalidArgument, KeySize
+from forebay.nvmetcp.secret import HostSecrets
 
 __all__ = [
     "DEFAULT_SCOPE",
@@ -90,10 +91,14 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class HostIdentity:
-    """An NVMe host as a target sees it: host NQN and host id (a UUID string). One for each client process."""
+    """An NVMe host as a target sees it: host NQN and host id (a UUID string). One for each client process.
+
+    ``secrets`` are how it proves that, where the target asks; they are no part of who it is, and are not shown.
+    """
 
     nqn: str
     host_id: str
+    secrets: HostSecrets | None = field(default=None, compare=False, repr=False)
 
 
 def align_up(length_bytes: int, unit_bytes: int = LBA_BYTES) -> int:

@@ -232,7 +232,10 @@ def test_no_damage_goes_unnoticed(digests: tuple[bool, bool], at: int, mask: int
             st.binary(max_size=200),
             st.builds(
                 lambda kind, flags, hlen, pdo, plen, rest: pdu.digested(
-                    struct.pack("<BBBBI", kind, flags, hlen, pdo, plen) + rest, 4, header_digest=True, data_digest=False
+                    struct.pack("<BBBBI", kind, flags, hlen, pdo, pdo + plen) + rest,
+                    4,
+                    header_digest=True,
+                    data_digest=False,
                 ),
                 st.sampled_from([0, 1, 4, 5, 6, 7, 9]),
                 st.integers(0, 15),

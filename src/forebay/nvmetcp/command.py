@@ -227,6 +227,8 @@ class ControllerIdentity(NamedTuple):
     in_capsule_bytes: int
     keep_alive_granularity_ms: int
     namespace_count: int
+    sgl_support: int = 0
+    in_capsule_offset_bytes: int = 0
 
     @classmethod
     def from_bytes(cls, raw: bytes | bytearray | memoryview, *, page_bytes: int = 4096) -> ControllerIdentity:
@@ -243,6 +245,8 @@ class ControllerIdentity(NamedTuple):
             max(0, layout.integer(raw, "ioccsz") * 16 - spec.SQE.size),
             layout.integer(raw, "kas") * 100,
             layout.integer(raw, "nn"),
+            layout.integer(raw, "sgls"),
+            layout.integer(raw, "icdoff") * 16,
         )
 
 

@@ -20,14 +20,26 @@ from typing import Final
 __all__ = [
     "ACTIVE_NS_LIST_ENTRIES",
     "ADMIN_IN_CAPSULE_BYTES",
+    "AUTHENTICATION_HEADER",
+    "AUTHENTICATION_PROTOCOL",
+    "AUTH_FAILURE",
+    "AUTH_NEGOTIATE",
     "C2H_DATA",
     "CAPSULE_CMD",
     "CAPSULE_RESP",
     "COMMON_HEADER",
+    "CONNECT_ASCR",
+    "CONNECT_ATR",
     "CONNECT_DATA",
     "CQE",
     "DATASET_RANGE",
     "DATA_PDU",
+    "DHCHAP_CHALLENGE",
+    "DHCHAP_DESCRIPTOR",
+    "DHCHAP_IDS",
+    "DHCHAP_REPLY",
+    "DHCHAP_SUCCESS1",
+    "DHCHAP_SUCCESS2",
     "DIGEST_BYTES",
     "DISCOVERY_ENTRY",
     "DISCOVERY_HEADER",
@@ -57,8 +69,13 @@ __all__ = [
     "TERM_REQ",
     "AdminOpcode",
     "AsyncEvent",
+    "AuthenticationFailure",
+    "AuthenticationMessage",
+    "AuthenticationType",
     "CnsValue",
     "ConnectAttribute",
+    "DhGroup",
+    "DhchapHash",
     "FabricsType",
     "FatalError",
     "FeatureId",
@@ -255,6 +272,8 @@ class FabricsType(IntEnum):
     PROPERTY_SET = 0x00
     CONNECT = 0x01
     PROPERTY_GET = 0x04
+    AUTHENTICATION_SEND = 0x05
+    AUTHENTICATION_RECEIVE = 0x06
     DISCONNECT = 0x08
 
 
@@ -262,6 +281,12 @@ class ConnectAttribute(IntFlag):
     """CATTR of a Connect command, Base §6.3."""
 
     DISABLE_SQ_FLOW_CONTROL = 0x04
+
+
+#: AUTHREQ of a Connect response, in its dword 0: in-band authentication is required, alone (ATR) or before a secure
+#: channel (ASCR). Base §6.3.
+CONNECT_ATR: Final = 1 << 17
+CONNECT_ASCR: Final = 1 << 18
 
 
 class Property(IntEnum):
@@ -366,6 +391,7 @@ class Status(IntEnum):
     CONNECT_CONTROLLER_BUSY = 0x181
     CONNECT_INVALID_PARAMETERS = 0x182
     CONNECT_INVALID_HOST = 0x184
+    AUTHENTICATION_REQUIRED = 0x191
     WRITE_FAULT = 0x280
     UNRECOVERED_READ_ERROR = 0x281
     ACCESS_DENIED = 0x286
@@ -536,3 +562,86 @@ DISCOVERY_ENTRY: Final = Layout(
         "tsas": (768, "256s"),
     },
 )
+
+# --- in-band authentication (Base §8.13) ----------------------------------------------------------------------------
+
+#: SECP, SPSP1 and SPSP0 of Authentication Send and Receive, as dword 10 has them. Base §6.1, §6.2.
+AUTHENTICATION_PROTOCOL: Final = 0xE9 << 24 | 0x01 << 16 | 0x01 << 8
+#: Hash and group identifiers that one DH-HMAC-CHAP protocol descriptor can list. Base §8.13.5.2.
+DHCHAP_IDS: Final = 30
+
+
+class AuthenticationType(IntEnum):
+    """AUTH_TYPE of an authentication message. Base §8.13.5.1."""
+
+    COMMON = 0x00
+    DHCHAP = 0x01
+
+
+class AuthenticationMessage(IntEnum):
+    """AUTH_ID of an authentication message. Base §8.13.5.1."""
+
+    NEGOTIATE = 0x00
+    CHALLENGE = 0x01
+    REPLY = 0x02
+    SUCCESS1 = 0x03
+    SUCCESS2 = 0x04
+    FAILURE2 = 0xF0
+    FAILURE1 = 0xF1
+
+
+class AuthenticationFailure(IntEnum):
+    """Reason Code Explanation of a failure message, whose reason code is always 01h. Base §8.13.5.7."""
+
+    FAILED = 0x01
+    PROTOCOL_NOT_USABLE = 0x02
+    SECURE_CHANNEL_MISMATCH = 0x03
+    HASH_NOT_USABLE = 0x04
+    GROUP_NOT_USABLE = 0x05
+    INCORRECT_PAYLOAD = 0x06
+    INCORRECT_MESSAGE = 0x07
+
+
+class DhchapHash(IntEnum):
+    """Hash functions. Base §8.13.5.2."""
+
+    SHA256 = 0x01
+    SHA384 = 0x02
+    SHA512 = 0x03
+
+
+class DhGroup(IntEnum):
+    """Diffie-Hellman groups; those with a prime are RFC 7919's. Base §8.13.5.2."""
+
+    NULL = 0x00
+    FFDHE2048 = 0x01
+    FFDHE3072 = 0x02
+    FFDHE4096 = 0x03
+    FFDHE6144 = 0x04
+    FFDHE8192 = 0x05
+
+
+#: What every authentication message begins with: AUTH_TYPE, AUTH_ID, reserved, T_ID. Base §8.13.5.1.
+AUTHENTICATION_HEADER: Final = struct.Struct("<BB2xH")
+#: AUTH_Negotiate: header, SC_C, NAPD; NAPD protocol descriptors follow. Base §8.13.5.2.
+AUTH_NEGOTIATE: Final = struct.Struct("<BB2xHBB")
+#: DH-HMAC-CHAP protocol descriptor: AUTHID, reserved, HALEN, DHLEN; 30 hash, then 30 group identifiers follow.
+#: Base §8.13.5.2.
+DHCHAP_DESCRIPTOR: Final = struct.Struct("<BxBB30s30s")
+#: DH-HMAC-CHAP_Challenge: header, HL, reserved, HashID, DHgID, DHVLEN, SEQNUM; C1 and the DH value follow.
+#: Base §8.13.5.3.
+DHCHAP_CHALLENGE: Final = struct.Struct("<BB2xHBxBBHI")
+#: DH-HMAC-CHAP_Reply: header, HL, reserved, CVALID, reserved, DHVLEN, SEQNUM; response, C2 and DH value follow.
+#: Base §8.13.5.4.
+DHCHAP_REPLY: Final = struct.Struct("<BB2xHBxBxHI")
+#: DH-HMAC-CHAP_Success1: header, HL, reserved, RVALID, reserved; the controller's response follows. Base §8.13.5.5.
+DHCHAP_SUCCESS1: Final = struct.Struct("<BB2xHBxB7x")
+#: DH-HMAC-CHAP_Success2. Base §8.13.5.6.
+DHCHAP_SUCCESS2: Final = struct.Struct("<BB2xH10x")
+#: Failure1 and Failure2: header, reason code, explanation. Base §8.13.5.7.
+AUTH_FAILURE: Final = struct.Struct("<BB2xHBB")
+
+assert AUTHENTICATION_HEADER.size == 6
+assert AUTH_NEGOTIATE.size == AUTH_FAILURE.size == 8
+assert DHCHAP_DESCRIPTOR.size == 64
+assert DHCHAP_CHALLENGE.size == DHCHAP_REPLY.size == DHCHAP_SUCCESS1.size == DHCHAP_SUCCESS2.size == 16

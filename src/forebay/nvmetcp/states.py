@@ -173,4 +173,6 @@ def state_diagram() -> str:
 
 
 if __name__ == "__main__":
-    print(state_diagram(), end="")
+    from forebay.nvmetcp import authentication
+
+    print(state_diagram() + "\n" + authentication.state_diagram(), end="")
