@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from forebay.client.advice import check_describe, hints_to_proto
-from forebay.client.buffers import readable, writable
 from forebay.client.answers import column, event, keyspaces, stats
+from forebay.client.buffers import destination, readable
 from forebay.client.layouts import check_tiles, group_of, selected_bytes
 from forebay.client.options import ClientOptions
 from forebay.client.plans import WritePlan, plan_values, value_lengths
@@ -211,16 +211,17 @@ class Client:
         hints: Hints | None = None,
         deadline_ms: int | None = None,
     ) -> _Reads:
-        """Read blocks into ``buffers``, one a key: any writable, contiguous buffer in host memory.
+        """Read blocks into ``buffers``, one a key: writable contiguous buffers of the host, or CUDA tensors of one GPU.
 
-        As in `get`, from the start of each buffer on. After a miss the contents of its buffer are undefined; nothing
-        writes to any of them once this has returned. Where the schema fixes the size, a buffer too small raises
-        `ValueSize`; for opaque blocks it is a miss of that reason.
+        As in `get`, from the start of each buffer on. What comes into a GPU's memory is there when this returns, for
+        whatever stream; what no transport brings there directly goes through pinned host memory. After a miss the
+        contents of its buffer are undefined; nothing writes to any of them once this has returned. Where the schema
+        fixes the size, a buffer too small raises `ValueSize`; for opaque blocks it is a miss of that reason.
         """
         blocks, until_ms = self._keys(keys), self._until(deadline_ms)
         if len(buffers) != len(blocks):
             raise InvalidArgument(f"{len(buffers)} buffers for {len(blocks)} keys", field="buffers", limit=len(blocks))
-        views = [writable(buffer, f"buffers[{i}]") for i, buffer in enumerate(buffers)]
+        views = [destination(buffer, f"buffers[{i}]") for i, buffer in enumerate(buffers)]
         for i, block in enumerate(blocks):
             group = group_of(self._schema, block)
             check_tiles(group, tiles)
@@ -469,6 +470,11 @@ class Client:
     def incarnation(self) -> int:
         """Which start of its daemon the node told last; a log of events (`watch`) is of one."""
         return int(self._session.view.reply.incarnation)
+
+    @property
+    def schema(self) -> Schema:
+        """What the session's blocks are made by."""
+        return self._schema
 
     @property
     def scope_ids(self) -> dict[str, int]:

@@ -106,7 +106,10 @@ class CudaLane:
 
 
 def lane_of(views: Sequence[View]) -> Lane | None:
-    """The lane to the device that all ``views`` are on, None for the host. Raises `InvalidArgument` where they differ."""
+    """The lane to the device that all ``views`` are on, None for the host.
+
+    Raises `InvalidArgument` where they are on several.
+    """
     devices = {view.tensor.device if isinstance(view, DeviceView) else None for view in views}
     if len(devices) > 1:
         names = sorted("cpu" if device is None else str(device) for device in devices)

@@ -16,7 +16,7 @@ __all__ = ["device_crc32c"]
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli, reflected
 _PART_BYTES = 64 << 20
-"""Ranges are worked through in parts of about this size: the first level needs ten times its part in temporary memory."""
+"""Ranges are worked through in parts of about this size: the first level takes ten times that in temporary memory."""
 
 
 def device_crc32c(views: Sequence[Any], seeds: Sequence[int]) -> list[int]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from forebay.client.transports.options import NvmeTcpOptions
 from forebay.errors import InvalidArgument
 
-__all__ = ["ClientOptions"]
+__all__ = ["ClientOptions", "Verify"]
+
+Verify = Literal["always", "sample", "never"]
+"""When checksums of what is read are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,11 @@ class ClientOptions:
         call_stream: whether calls go by one stream where the node takes it, which costs half as much; each by itself
             otherwise.
         batch_bytes: `get` and `put` work through longer batches in parts of about this size.
+        staging_bytes: what is read for a device's memory by a transport that reaches only the host's comes in parts of
+            about this size, of which two are in pinned memory at a time.
+        verify: when checksums of what is read are looked at: ``always``, ``sample`` (one block in ``verify_one_in``),
+            or ``never``. It counts where the target refuses reads without a lease (it says so, and neither of today's
+            does); everywhere else it is always, since a stale read would go unnoticed.
         client: free text for the node's operator: engine, version, host.
         nvme_tcp: settings of the initiator.
     """
@@ -37,6 +46,9 @@ class ClientOptions:
     wait_pending_ms: int = 0
     call_stream: bool = True
     batch_bytes: int = 256 << 20
+    staging_bytes: int = 32 << 20
+    verify: Verify = "always"
+    verify_one_in: int = 16
     client: str = ""
     nvme_tcp: NvmeTcpOptions = field(default_factory=NvmeTcpOptions)
 
@@ -49,7 +61,11 @@ class ClientOptions:
             ("write_ttl_ms", 0, 0xFFFFFFFF),
             ("wait_pending_ms", 0, 600_000),
             ("batch_bytes", 1, 1 << 40),
+            ("staging_bytes", 1, 1 << 40),
+            ("verify_one_in", 1, 1 << 20),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise InvalidArgument(f"{name} is {value}", field=name, limit=f"{low} to {high}")
+        if self.verify not in get_args(Verify):
+            raise InvalidArgument(f"verify is {self.verify!r}", field="verify", limit=" or ".join(get_args(Verify)))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from forebay import request_id
 from forebay.checksum import CRC32C, tile_seed
-from forebay.client.layouts import group_of, runs, selected_bytes
+from forebay.client.device import DeviceView, Lane, View, lane_of
+from forebay.client.layouts import Piece, group_of, runs, selected_bytes
 from forebay.client.options import ClientOptions
 from forebay.client.results import GetResult
 from forebay.client.session import Route, Session, SessionView
-from forebay.client.transports.base import Outcome, ReadOp, Segment, Transport
+from forebay.client.transports.base import DeviceReadOp, DeviceSegment, Outcome, ReadOp, Segment, Transport
 from forebay.clock import Clock
 from forebay.errors import (
     OK,
@@ -33,6 +38,11 @@ from forebay.proto.columns import keys_to_proto, rows16, unpack
 from forebay.schema import TileLayout
 
 __all__ = ["Reader", "verdict"]
+
+_log = logging.getLogger(__name__)
+
+_STAGED_PARTS = 2
+"""How many parts of a call are in pinned memory: one on its way to the device while the next is read."""
 
 _BRIDGE_BYTES = 32 << 10
 """Tiles this close together come by one command, with what lies between them thrown away: on loopback every second tile
@@ -69,21 +79,35 @@ class _Located:
     checksums: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a call asks beside its keys. ``lane`` leads to the device that its buffers are on, if they are on one."""
+
+    tiles: Sequence[int] | None
+    hints: pb.Hints | None
+    deadline_ms: int
+    lane: Lane | None
+
+
 @dataclass(slots=True)
 class _Wanted:
     """One key of a call on its way: where its bytes go, the operations that bring them, and what they must be."""
 
-    view: memoryview
+    view: View
     transport: Transport
     ops: list[ReadOp]
+    device_ops: list[DeviceReadOp]
+    """One of the two is empty."""
     expected: list[tuple[int | None, ...]]
-    first_op: int = 0
+    staged: Any = None
+    """Pinned host memory that ``ops`` fill in the place of ``view``, which is a device's."""
 
 
 class Reader:
     """Reads blocks for one session. Thread-safe; keeps no state of its own."""
 
     def __init__(self, session: Session, options: ClientOptions, clock: Clock) -> None:
+        self._sampled = itertools.count()
         self._session = session
         self._options = options
         self._clock = clock
@@ -93,44 +117,57 @@ class Reader:
     def read(
         self,
         keys: Sequence[BlockKey],
-        buffers: Sequence[memoryview] | None,
+        buffers: Sequence[View] | None,
         tiles: Sequence[int] | None,
         hints: pb.Hints | None,
         deadline_ms: int,
     ) -> list[GetResult]:
-        """Read blocks into ``buffers``, or into new memory. Arguments have been checked; nothing raises."""
+        """Read blocks into ``buffers``, or into new memory. Arguments have been checked; only mistakes raise."""
+        if not buffers or not isinstance(buffers[0], DeviceView):
+            return self._parts(keys, buffers, _Call(tiles, hints, deadline_ms, lane_of(buffers or ())))
+        try:
+            return self._parts(keys, buffers, _Call(tiles, hints, deadline_ms, lane_of(buffers)))
+        except RuntimeError as e:  # what torch raises when a device fails: no engine ends by its cache
+            _log.warning("blocks could not be copied to the device: %s", e)
+            return [GetResult(False, reason(Unavailable.code))] * len(keys)
+
+    def _parts(self, keys: Sequence[BlockKey], buffers: Sequence[View] | None, call: _Call) -> list[GetResult]:
         results: list[GetResult] = []
-        for start, end in self._batches(keys, buffers):
-            part = None if buffers is None else buffers[start:end]
-            try:
-                results += self._read(keys[start:end], part, tiles, hints, deadline_ms)
-            except ForebayError as e:
-                results += [GetResult(False, reason(e.code))] * (end - start)
+        lane, marks = call.lane, deque[Any]()
+        try:
+            for start, end in self._batches(keys, buffers, staged=lane is not None):
+                part = None if buffers is None else buffers[start:end]
+                if lane is not None and len(marks) == _STAGED_PARTS:
+                    lane.wait(marks.popleft())
+                try:
+                    results += self._read(keys[start:end], part, call)
+                except ForebayError as e:
+                    results += [GetResult(False, reason(e.code))] * (end - start)
+                if lane is not None:
+                    marks.append(lane.mark())
+        finally:
+            if lane is not None:  # nothing writes to the buffers once this has returned
+                lane.drain()
         return results
 
-    def _batches(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview] | None) -> list[tuple[int, int]]:
-        """Parts of a long call, so that no lease has to last for all of it."""
+    def _batches(self, keys: Sequence[BlockKey], buffers: Sequence[View] | None, staged: bool) -> list[tuple[int, int]]:
+        """Parts of a long call, so that no lease has to last for all of it, and one is copied while another comes."""
         cuts, size = [0], 0
+        limit = min(self._options.batch_bytes, self._options.staging_bytes) if staged else self._options.batch_bytes
         for i, block in enumerate(keys):
             group = group_of(self._schema, block)
             if buffers is not None:
                 length = len(buffers[i])
             else:
                 length = 1 << 20 if group.kind == "opaque" else group.layout().value_bytes
-            if size and size + length > self._options.batch_bytes:
+            if size and size + length > limit:
                 cuts.append(i)
                 size = 0
             size += length
         return list(zip(cuts, [*cuts[1:], len(keys)], strict=True))
 
-    def _read(
-        self,
-        keys: Sequence[BlockKey],
-        buffers: Sequence[memoryview] | None,
-        tiles: Sequence[int] | None,
-        hints: pb.Hints | None,
-        deadline_ms: int,
-    ) -> list[GetResult]:
+    def _read(self, keys: Sequence[BlockKey], buffers: Sequence[View] | None, call: _Call) -> list[GetResult]:
+        deadline_ms = call.deadline_ms
         rows = {block: i for i, block in enumerate(dict.fromkeys(keys))}
         columns = keys_to_proto(list(rows))
         asked_ms = self._clock.monotonic_ms()  # a lease counts from before the request was sent
@@ -139,7 +176,7 @@ class Reader:
             nonlocal asked_ms
             asked_ms = self._clock.monotonic_ms()
             return pb.AcquireRequest(
-                context=context, keys=columns, lease_ttl_ms=self._options.lease_ttl_ms, hints=hints
+                context=context, keys=columns, lease_ttl_ms=self._options.lease_ttl_ms, hints=call.hints
             )
 
         view, reply = self._session.call(self._session.rpc.blocks.Acquire, request, deadline_ms)
@@ -153,10 +190,12 @@ class Reader:
                 if isinstance(row, _Located):
                     route = self._session.route(view, row.volume, deadline_ms)
                     stored = stored_key(view.reply.namespace_id, view.reply.keyspace, view.reply.generation, block)
-                    wanted.append(Unavailable.code if route is None else _want(row, stored, route, buffer, tiles))
+                    wanted.append(Unavailable.code if route is None else self._want(row, stored, route, buffer, call))
                 else:
                     wanted.append(row)
-            outcomes = self._transfer([w for w in wanted if isinstance(w, _Wanted)], min(deadline_ms, lease_until_ms))
+            outcomes = self._transfer(
+                [want for want in wanted if isinstance(want, _Wanted)], call.lane, min(deadline_ms, lease_until_ms)
+            )
             now_ms = self._clock.monotonic_ms()
         finally:
             if reply.lease:
@@ -172,12 +211,46 @@ class Reader:
                 damaged[block] = None
             if code != OK:
                 results.append(GetResult(False, reason(code)))
-            else:
-                value = want.view if buffers is None else None
-                results.append(GetResult(True, "ok", value, len(want.view)))
+                continue
+            if call.lane is not None and want.staged is not None and isinstance(want.view, DeviceView):
+                call.lane.copy(want.view, want.staged)
+            value = want.view if isinstance(want.view, memoryview) and buffers is None else None
+            results.append(GetResult(True, "ok", value, len(want.view)))
         if damaged:
             self._session.report(view, list(damaged), deadline_ms)
         return results
+
+    def _verifies(self, route: Route) -> bool:
+        """Whether the next block's checksums are looked at: always, unless its reads are fenced and it may be less."""
+        options = self._options
+        if options.verify == "always" or not route.reads_fenced:
+            return True
+        return options.verify == "sample" and next(self._sampled) % options.verify_one_in == 0
+
+    def _want(self, row: _Located, stored: bytes, route: Route, buffer: View | None, call: _Call) -> _Wanted | int:
+        """The operations that bring a block's tiles into ``buffer``, or an error code."""
+        layout, verified = row.layout, self._verifies(route)
+        size = selected_bytes(layout, call.tiles)
+        if buffer is None:
+            buffer = np.empty(size, np.uint8).data
+        elif len(buffer) < size:
+            return ValueSize.code
+        staged: Any = None
+        target: View = buffer[:size]
+        if isinstance(target, DeviceView) and call.lane is not None and not route.transport.capabilities.device_memory:
+            staged = call.lane.host(size)
+            target = memoryview(staged.numpy())
+        want = _Wanted(buffer[:size], route.transport, [], [], [], staged)
+        for offset_bytes, pieces in runs(layout, call.tiles, bridge_bytes=_BRIDGE_BYTES):
+            at_bytes = row.offset_bytes + offset_bytes
+            numbers = [piece.tile if verified else None for piece in pieces]
+            seeds = [None if tile is None else tile_seed(stored, tile, row.write_id) for tile in numbers]
+            if isinstance(target, DeviceView):
+                want.device_ops.append(DeviceReadOp(route.nsid, at_bytes, _device_segments(target, pieces, seeds)))
+            else:
+                want.ops.append(ReadOp(route.nsid, at_bytes, _segments(target, pieces, seeds)))
+            want.expected.append(tuple(None if tile is None else row.checksums[tile] for tile in numbers))
+        return want
 
     def _locate(self, keys: Sequence[BlockKey], reply: pb.AcquireReply) -> list[_Located | int]:
         """The rows of an answer, each a place or an error code; what makes no sense is `ProtocolError`, as a code.
@@ -219,40 +292,39 @@ class Reader:
         return rows
 
     @staticmethod
-    def _transfer(wanted: Sequence[_Wanted], deadline_ms: int) -> dict[int, list[Outcome]]:
-        """Read everything, one call a transport; outcomes by ``id`` of what they are of."""
-        by_transport: dict[int, tuple[Transport, list[ReadOp]]] = {}
+    def _transfer(wanted: Sequence[_Wanted], lane: Lane | None, deadline_ms: int) -> dict[int, list[Outcome]]:
+        """Read everything, one call a transport and kind of memory; outcomes by ``id`` of what they are of."""
+        outcomes: dict[int, list[Outcome]] = {}
+        by_way: dict[tuple[int, bool], list[_Wanted]] = {}
         for want in wanted:
-            ops = by_transport.setdefault(id(want.transport), (want.transport, []))[1]
-            want.first_op = len(ops)
-            ops += want.ops
-        done = {key: transport.read(ops, deadline_ms) for key, (transport, ops) in by_transport.items()}
-        return {id(want): done[id(want.transport)][want.first_op : want.first_op + len(want.ops)] for want in wanted}
+            by_way.setdefault((id(want.transport), bool(want.device_ops)), []).append(want)
+        for (_, straight), group in by_way.items():
+            transport = group[0].transport
+            if straight:
+                if lane is not None:
+                    lane.settle()
+                done = transport.read_device([op for want in group for op in want.device_ops], deadline_ms)
+            else:
+                done = transport.read([op for want in group for op in want.ops], deadline_ms)
+            at = 0
+            for want in group:
+                count = len(want.device_ops) or len(want.ops)
+                outcomes[id(want)] = done[at : at + count]
+                at += count
+        return outcomes
 
 
-def _want(
-    row: _Located, stored: bytes, route: Route, buffer: memoryview | None, tiles: Sequence[int] | None
-) -> _Wanted | int:
-    """The operations that bring a block's tiles into ``buffer``, or an error code."""
-    layout = row.layout
-    size = selected_bytes(layout, tiles)
-    if buffer is None:
-        buffer = np.empty(size, np.uint8).data
-    elif len(buffer) < size:
-        return ValueSize.code
-    ops: list[ReadOp] = []
-    expected: list[tuple[int | None, ...]] = []
-    for offset_bytes, pieces in runs(layout, tiles, bridge_bytes=_BRIDGE_BYTES):
-        segments: list[Segment] = []
-        sums: list[int | None] = []
-        for tile, start, length_bytes in pieces:
-            if tile is None:
-                segments.append(Segment(None, length_bytes))
-                sums.append(None)
-                continue
-            view = buffer[start : start + length_bytes]
-            segments.append(Segment(view, length_bytes, tile_seed(stored, tile, row.write_id)))
-            sums.append(row.checksums[tile])
-        ops.append(ReadOp(route.nsid, row.offset_bytes + offset_bytes, tuple(segments)))
-        expected.append(tuple(sums))
-    return _Wanted(buffer[:size], route.transport, ops, expected)
+def _segments(view: memoryview, pieces: Sequence[Piece], seeds: Sequence[int | None]) -> tuple[Segment, ...]:
+    return tuple(
+        Segment(None if tile is None else view[start : start + length_bytes], length_bytes, seed)
+        for (tile, start, length_bytes), seed in zip(pieces, seeds, strict=True)
+    )
+
+
+def _device_segments(
+    view: DeviceView, pieces: Sequence[Piece], seeds: Sequence[int | None]
+) -> tuple[DeviceSegment, ...]:
+    return tuple(
+        DeviceSegment(None if tile is None else view[start : start + length_bytes], length_bytes, seed)
+        for (tile, start, length_bytes), seed in zip(pieces, seeds, strict=True)
+    )

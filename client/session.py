@@ -55,10 +55,11 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How to reach a volume."""
+    """How to reach a volume. ``reads_fenced``: its target refuses reads that no lease covers."""
 
     transport: Transport
     nsid: int
+    reads_fenced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +295,7 @@ class Session:
             used[subsystem, host] = known
             if volume.nguid:
                 known[1][volume.nsid] = volume.nguid
-            routes[volume.volume] = Route(known[0], volume.nsid)
+            routes[volume.volume] = Route(known[0], volume.nsid, endpoint.reads_fenced)
         for key, (transport, _) in self._transports.items():
             if key not in used:
                 self._past_reconnects += transport.state().reconnects

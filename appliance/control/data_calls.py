@@ -170,7 +170,11 @@ class DataCalls:
     async def _endpoint(self, session: Session) -> pb.Endpoint:
         found = await self._node.endpoint(session)
         return pb.Endpoint(
-            transport=found.transport, address=found.address, port=found.port, subsystem_nqn=found.subsystem_nqn
+            transport=found.transport,
+            address=found.address,
+            port=found.port,
+            subsystem_nqn=found.subsystem_nqn,
+            reads_fenced=found.reads_fenced,
         )
 
     def _volumes(self, session: Session) -> list[pb.Volume]:

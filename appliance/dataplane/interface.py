@@ -86,12 +86,13 @@ class WriteGrant:
 
 @dataclass(frozen=True, slots=True)
 class EndpointInfo:
-    """Where hosts of a tenant connect."""
+    """Where hosts of a tenant connect. ``reads_fenced``: reads that no lease covers are refused there."""
 
     transport: str
     address: str
     port: int
     subsystem_nqn: str
+    reads_fenced: bool = False
 
 
 @dataclass(frozen=True, slots=True)

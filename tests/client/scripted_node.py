@@ -71,6 +71,7 @@ class ScriptedNode(services.BlocksServicer, NodeAccess):
         self.sessions = 0
         self.session = b""
         self.next_offset = 0
+        self.reads_fenced = False
         self.lease_ttl_ms = 10_000
         self.fail: dict[str, ForebayError] = {}
         self.answer: dict[str, Callable[[Any], Any]] = {}
@@ -129,7 +130,15 @@ class ScriptedNode(services.BlocksServicer, NodeAccess):
         return changed
 
     def endpoints(self) -> list[pb.Endpoint]:
-        return [pb.Endpoint(transport="tcp", address="127.0.0.1", port=self.peer.port, subsystem_nqn=NQN)]
+        return [
+            pb.Endpoint(
+                transport="tcp",
+                address="127.0.0.1",
+                port=self.peer.port,
+                subsystem_nqn=NQN,
+                reads_fenced=self.reads_fenced,
+            )
+        ]
 
     # --- the service ---
 

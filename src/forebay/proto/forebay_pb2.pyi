@@ -193,11 +193,14 @@ class Endpoint(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
     SUBSYSTEM_NQN_FIELD_NUMBER: _builtins.int
+    READS_FENCED_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """"tcp" """
     address: _builtins.str
     port: _builtins.int
     subsystem_nqn: _builtins.str
+    reads_fenced: _builtins.bool
+    """the target refuses reads that no lease covers"""
     def __init__(
         self,
         *,
@@ -205,10 +208,11 @@ class Endpoint(_message.Message):
         address: _builtins.str = ...,
         port: _builtins.int = ...,
         subsystem_nqn: _builtins.str = ...,
+        reads_fenced: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "port", b"port", "subsystem_nqn", b"subsystem_nqn", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "port", b"port", "reads_fenced", b"reads_fenced", "subsystem_nqn", b"subsystem_nqn", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
