@@ -33,6 +33,7 @@ FULL = Sizes(
     match_calls=500,
     flushes=100,
     scale_blocks=1_000_000,
+    engine_rounds=100,
 )
 QUICK = Sizes(
     name="quick",
@@ -47,6 +48,7 @@ QUICK = Sizes(
     match_calls=50,
     flushes=20,
     scale_blocks=50_000,
+    engine_rounds=12,
 )
 
 

@@ -7,6 +7,7 @@ speed stand CPU seconds per GB (10^9 bytes) of the client, which is this process
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = [
     "Sample",
     "Side",
     "Sizes",
+    "compared_latency_row",
     "file_system",
     "gb_per_s_row",
     "interleave",
@@ -28,6 +30,9 @@ __all__ = [
     "machine",
     "quantiles_ms",
 ]
+
+
+_RESAMPLES = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,8 @@ class Sizes:
     match_calls: int
     flushes: int
     scale_blocks: int
+    engine_rounds: int = 1
+    """Of requests to engines, which are measured one by one."""
 
     def with_repeats(self, repeats: int) -> Sizes:
         """The same with another number of rounds."""
@@ -147,6 +154,51 @@ def latency_row(
     found = Interval(*[value_at(latencies_s, q) * 1e3 for q in (quantile, quantile - spread, quantile + spread)])
     details = {"latency_ms": quantiles_ms(latencies_s), **details}
     return Row(name, what, "ms", found, None, found, "at most", aim_ms, count, details)
+
+
+def compared_latency_row(
+    name: str,
+    what: str,
+    ours_s: Sequence[float],
+    baseline_s: Sequence[float],
+    *,
+    quantile: float = 0.5,
+    details: Mapping[str, Any],
+) -> Row:
+    """A row of one quantile of latencies beside the baseline's, in milliseconds; ``added_ms`` is their difference.
+
+    Intervals are bootstrap ones, each side drawn by itself.
+    """
+    rng = random.Random(len(ours_s))
+    pairs = [(_drawn(rng, ours_s, quantile) * 1e3, _drawn(rng, baseline_s, quantile) * 1e3) for _ in range(_RESAMPLES)]
+    ours, baseline = value_at(ours_s, quantile) * 1e3, value_at(baseline_s, quantile) * 1e3
+    added = _around(ours - baseline, [a - b for a, b in pairs])
+    more = {
+        "added_ms": added.as_json(),
+        "latency_ms": quantiles_ms(ours_s),
+        "baseline_latency_ms": quantiles_ms(baseline_s),
+        "quantile": quantile,
+    }
+    return Row(
+        name,
+        what,
+        "ms",
+        _around(ours, [a for a, _ in pairs]),
+        _around(baseline, [b for _, b in pairs]),
+        _around(ours / baseline, [a / b for a, b in pairs]),
+        "at most",
+        None,
+        len(ours_s),
+        {**more, **details},
+    )
+
+
+def _drawn(rng: random.Random, values: Sequence[float], quantile: float) -> float:
+    return value_at(rng.choices(values, k=len(values)), quantile)
+
+
+def _around(median: float, drawn: Sequence[float]) -> Interval:
+    return Interval(median, value_at(drawn, 0.025), value_at(drawn, 0.975))
 
 
 def quantiles_ms(seconds: Sequence[float]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from perf.engines import added
 from perf.harness import Row
 from perf.ratios import (
     calls,
@@ -39,6 +40,7 @@ BENCHMARKS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "flush": flush.run,
     "scale": scale.run,
     "kill": kill.run,
+    "vllm_added": added.run,
 }
 
 NOT_UNASKED = frozenset({"scale", "kill"})
