@@ -58,6 +58,11 @@ class VolumeLabel:
         )
         return (body + LABEL_CRC.pack(crc32c(body))).ljust(LABEL_BYTES, b"\0")
 
+    @staticmethod
+    def present(block: bytes) -> bool:
+        """Whether a block begins as a label does, readable or not."""
+        return block.startswith(LABEL_MAGIC)
+
     @classmethod
     def decode(cls, block: bytes, where: str = "the volume") -> VolumeLabel:
         """The label in ``block``. Raises `VolumeMismatch` if there is none that this version reads."""

@@ -1,0 +1,373 @@
+"""Reads by block device, on a real one (a loop device): conformance, identity, and reads that do not come back."""
+
+import fcntl
+import mmap
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.client.transports.base import ReadOp, Segment, Transport, WriteOp
+from forebay.client.transports.block_device import BlockDeviceOptions, BlockDeviceTransport
+from forebay.client.transports.disks import Disk, Machine, VolumeIdentity
+from forebay.errors import DeadlineExceeded, ForebayError, TargetFailed, TargetRefused, Unavailable, VolumeMismatch
+from forebay.ids import NamespaceId, VolumeId
+from forebay.testing.transport_suite import Area, TransportSuite
+from forebay.volume_label import VolumeLabel
+from tests.appliance.loop_device import loop_device
+from tests.client.conftest import eventually, now_ms
+
+NQN = "nqn.2026-11.test:block"
+SIZE_BYTES = 64 << 20
+LONG_MS = 30_000
+_LOOP_CHANGE_FD = 0x4C06
+
+
+def label(nguid: uuid.UUID) -> bytes:
+    return VolumeLabel(bytes(16), VolumeId(1), NamespaceId(1), nguid.bytes, 1, 64 << 20, SIZE_BYTES).encode()
+
+
+class Device:
+    """A loop device with the label of a volume."""
+
+    def __init__(self, path: Path, backing: Path) -> None:
+        self.path = path
+        self.backing = backing
+        self.nguid = uuid.uuid4()
+        self.write(0, label(self.nguid))
+
+    def write(self, offset_bytes: int, data: bytes) -> None:
+        fd = os.open(self.path, os.O_WRONLY)
+        try:
+            os.pwrite(fd, data, offset_bytes)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def transport(self, **settings: Any) -> BlockDeviceTransport:
+        nguids = settings.pop("nguids", {1: self.nguid.hex})
+        return BlockDeviceTransport(NQN, nguids=nguids, local=True, **settings)
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[Device]:
+    with loop_device(tmp_path / "backing", SIZE_BYTES) as path:
+        yield Device(path, tmp_path / "backing")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
+    directory = tmp_path_factory.mktemp("loop")
+    with loop_device(directory / "backing", SIZE_BYTES) as path:
+        yield Device(path, directory / "backing")
+
+
+class TestBlockDevice(TransportSuite):
+    options = BlockDeviceOptions()
+
+    @pytest.fixture
+    def transport(self, shared: Device) -> Iterator[Transport]:
+        transport = shared.transport(writable=True, options=self.options)
+        yield transport
+        transport.close()
+
+    @pytest.fixture
+    def area(self) -> Area:
+        return Area(1, 1 << 20, 32 << 20, SIZE_BYTES)
+
+
+class TestSmallCommands(TestBlockDevice):
+    """Most operations are several commands, on two threads."""
+
+    options = BlockDeviceOptions(depth=2, max_command_bytes=64 << 10)
+
+
+def read(transport: Transport, into: bytearray, at: int = 1 << 20, left_ms: int = LONG_MS) -> ForebayError | None:
+    op = ReadOp(1, at, (Segment(memoryview(into), len(into)),))
+    return transport.read([op], now_ms() + left_ms)[0].error
+
+
+def test_writes_are_refused_in_words(device: Device) -> None:
+    transport = device.transport()
+    assert not transport.capabilities.writes
+    op = WriteOp(1, 1 << 20, (Segment(memoryview(b"x" * 4096), 4096),))
+    (outcome,) = transport.write([op], now_ms() + LONG_MS)
+    assert isinstance(outcome.error, TargetRefused)
+    assert "tag" in outcome.error.message
+    assert outcome.quiesced
+    transport.close()
+
+
+def test_the_page_cache_is_passed_by(device: Device) -> None:
+    """What another host writes to the medium is read, though this machine has older pages of it."""
+    fd = os.open(device.path, os.O_RDONLY)
+    assert os.pread(fd, 4096, 1 << 20) == bytes(4096)  # now in the page cache
+    with device.backing.open("r+b") as backing:  # behind the back of the device
+        os.pwrite(backing.fileno(), b"n" * 4096, 1 << 20)
+        os.fsync(backing.fileno())
+    stale = os.pread(fd, 4096, 1 << 20)
+    os.close(fd)
+    assert stale == bytes(4096), "the machine would show nothing otherwise"
+    transport = device.transport()
+    into = bytearray(4096)
+    assert read(transport, into) is None
+    assert into == b"n" * 4096
+    transport.close()
+
+
+def test_a_volume_that_is_nowhere(device: Device) -> None:
+    transport = device.transport(nguids={1: uuid.uuid4().hex})
+    assert transport.serves(1) is not None
+    assert isinstance(read(transport, bytearray(4096)), Unavailable)
+    with pytest.raises(Unavailable):
+        transport.connect(now_ms() + LONG_MS)
+    assert transport.serves(1) is not None and not transport.state().connected
+    transport.close()
+
+
+@contextmanager
+def exchangeable(directory: Path, *nguids: uuid.UUID) -> Iterator[tuple[Path, Callable[[int], None]]]:
+    """A device, and what puts another medium into it while it is open: ``change(i)`` the one labelled ``nguids[i]``."""
+    media = []
+    for i, nguid in enumerate(nguids):
+        medium = directory / f"medium{i}"
+        medium.write_bytes(label(nguid))
+        os.truncate(medium, SIZE_BYTES)
+        media.append(medium)
+    with loop_device(media[0], SIZE_BYTES, read_only=True) as path:
+
+        def change(which: int) -> None:
+            with path.open("rb") as device, media[which].open("rb") as medium:
+                fcntl.ioctl(device, _LOOP_CHANGE_FD, medium.fileno())
+
+        yield path, change
+
+
+def test_another_medium_under_the_same_name_is_seen_before_it_is_read(tmp_path: Path) -> None:
+    mine, other = uuid.uuid4(), uuid.uuid4()
+    with exchangeable(tmp_path, mine, other) as (path, change):
+        transport = BlockDeviceTransport(NQN, nguids={1: mine.hex}, local=True)
+        assert read(transport, bytearray(4096)) is None
+        assert transport.serves(1) is None and transport.path(1) == str(path)
+        change(1)
+        into = bytearray(b"mine" * 1024)
+        assert isinstance(read(transport, into), Unavailable)
+        assert into == b"mine" * 1024
+        assert transport.serves(1) is not None
+        change(0)
+        transport.connect(now_ms() + LONG_MS)
+        assert transport.serves(1) is None
+        assert read(transport, into) is None
+        assert transport.state().reconnects == 1
+        transport.close()
+
+
+class Stuck:
+    """Reads of devices that do not come back before they are let go, as the kernel's when a path is lost."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.on = False
+        self.let_go = threading.Event()
+        self.under_way = 0
+        self._preadv = os.preadv
+        monkeypatch.setattr(os, "preadv", self.preadv)
+
+    def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        if self.on and offset:  # and labels are read by others
+            self.under_way += 1
+            self.let_go.wait()
+            self.under_way -= 1
+            for buffer in buffers:  # late data, which must reach nobody
+                buffer[:] = b"L" * len(buffer)
+            return sum(map(len, buffers))
+        return self._preadv(fd, buffers, offset)
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
+    stuck = Stuck(monkeypatch)
+    yield stuck
+    stuck.let_go.set()
+    eventually(lambda: not stuck.under_way, "reads came back")
+
+
+def test_a_read_that_is_stuck_leaves_the_callers_memory_alone(device: Device, stuck: Stuck) -> None:
+    transport = device.transport(options=BlockDeviceOptions(depth=4))
+    transport.connect(now_ms() + LONG_MS)
+    stuck.on = True
+    into = bytearray(b"mine" * 1024)
+    assert isinstance(read(transport, into, left_ms=50), DeadlineExceeded)
+    assert stuck.under_way == 1
+    assert transport.serves(1) is None, "there are more threads"
+    stuck.on = False
+    other = bytearray(4096)
+    assert read(transport, other) is None
+    assert other == bytes(4096)
+    stuck.let_go.set()
+    eventually(lambda: not transport._pool.stuck, "the stuck read came back")
+    assert into == b"mine" * 1024
+    for _ in range(8):  # each buffer, the one of the late data among them
+        other = bytearray(4096)
+        assert read(transport, other) is None
+        assert other == bytes(4096)
+    transport.close()
+
+
+def test_so_many_stuck_reads_and_no_more(device: Device, stuck: Stuck) -> None:
+    transport = device.transport(options=BlockDeviceOptions(depth=4))
+    transport.connect(now_ms() + LONG_MS)
+    stuck.on = True
+    for _ in range(3):
+        assert isinstance(read(transport, bytearray(4096), left_ms=50), DeadlineExceeded)
+    assert transport.serves(1) is not None
+    assert transport.state().breaker_open
+    stuck.on = False
+    began_ms = now_ms()
+    assert isinstance(read(transport, bytearray(4096)), Unavailable)
+    assert now_ms() - began_ms < LONG_MS, "at once"
+    assert stuck.under_way == 3
+    stuck.let_go.set()
+    eventually(lambda: transport.serves(1) is None, "the device is used again")
+    assert read(transport, bytearray(4096)) is None
+    transport.close()
+
+
+def test_closing_does_not_wait_for_a_stuck_read(device: Device, stuck: Stuck) -> None:
+    transport = device.transport()
+    transport.connect(now_ms() + LONG_MS)
+    fd = transport._volumes[1].disk
+    assert fd is not None
+    stuck.on = True
+    into = bytearray(b"mine" * 1024)
+    answers: list[ForebayError | None] = []
+    reader = threading.Thread(target=lambda: answers.append(read(transport, into)))
+    reader.start()
+    eventually(lambda: stuck.under_way, "the read is under way")
+    transport.close()
+    reader.join(LONG_MS / 1000)
+    assert isinstance(answers[0], Unavailable)
+    os.fstat(fd.fd)  # still open: the kernel has it
+    stuck.let_go.set()
+    eventually(lambda: not _is_open(fd), "it is closed when the read has come back")
+    assert into == b"mine" * 1024
+
+
+def _is_open(disk: Disk) -> bool:
+    try:
+        return os.fstat(disk.fd).st_rdev == disk.device
+    except OSError:
+        return False
+
+
+def test_what_the_drive_fails_spoils_no_neighbour(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three neighbours are one command; the medium of the second is bad."""
+    bad = (1 << 20) + 4096
+    preadv = os.preadv
+
+    def failing(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset <= bad < offset + sum(map(len, buffers)):
+            raise OSError(61, "No data available")  # ENODATA: a medium error
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    transport = device.transport()
+    ops = [ReadOp(1, (1 << 20) + i * 4096, (Segment(memoryview(bytearray(4096)), 4096),)) for i in range(3)]
+    first, second, third = [o.error for o in transport.read(ops, now_ms() + LONG_MS)]
+    assert first is None and third is None
+    assert isinstance(second, TargetFailed)
+    transport.close()
+
+
+class Sysfs:
+    """Files as Linux has them of NVMe disks: /sys/class/block, and a device that can be opened."""
+
+    def __init__(self, root: Path, device: Path) -> None:
+        self.root = root
+        self.dev = root / "dev"
+        self.dev.mkdir()
+        self.device = device
+        self.machine = Machine(root / "sys", self.dev)
+        (root / "sys/class/block").mkdir(parents=True)
+
+    def add(self, name: str, nsid: int, nguid: str = "", *, nqn: str = NQN, **files: str) -> None:
+        entry = self.root / "sys/class/block" / name
+        (entry / "device").mkdir(parents=True)
+        (entry / "queue").mkdir()
+        number = self.device.stat().st_rdev
+        about = {"nsid": str(nsid), "dev": f"{os.major(number)}:{os.minor(number)}", "uevent": f"DEVNAME={name}"}
+        about |= {"queue/logical_block_size": "4096", "device/subsysnqn": nqn, "size": "8", "nguid": nguid, **files}
+        for file, text in about.items():
+            (entry / file).write_text(text + "\n")
+        (self.dev / name).symlink_to(self.device)
+
+
+BLOCK = memoryview(mmap.mmap(-1, 4096))
+
+
+def find(sysfs: Sysfs, nguid: uuid.UUID | None, nsid: int = 1) -> Disk:
+    volume = VolumeIdentity(NQN, nsid, nguid.hex if nguid else "")
+    return sysfs.machine.find(volume, BLOCK, local=False)
+
+
+def test_a_volume_is_found_by_subsystem_and_nsid_whatever_its_name(device: Device, tmp_path: Path) -> None:
+    sysfs = Sysfs(tmp_path, device.path)
+    sysfs.add("nvme0n1", 1, nqn="nqn.2014-08.org.nvmexpress:another")
+    sysfs.add("nvme0n2", 2)
+    sysfs.add("nvme0c0n1", 1, hidden="1")
+    sysfs.add("nvme7n3", 1, str(device.nguid))
+    sysfs.add("nvme7n3p1", 1, partition="1")
+    disk = find(sysfs, device.nguid)
+    assert disk.path == sysfs.dev / "nvme7n3"
+    disk.close()
+    with pytest.raises(Unavailable, match="is it connected"):
+        find(sysfs, device.nguid, nsid=3)
+
+
+@pytest.mark.parametrize("told", ["", "0" * 32])
+def test_without_an_nguid_the_label_tells(device: Device, tmp_path: Path, told: str) -> None:
+    sysfs = Sysfs(tmp_path, device.path)
+    sysfs.add("nvme0n1", 1, told)
+    find(sysfs, device.nguid).close()
+    with pytest.raises(VolumeMismatch, match="labelled"):
+        find(sysfs, uuid.uuid4())
+    device.write(0, bytes(4096))
+    with pytest.raises(VolumeMismatch, match="neither"):
+        find(sysfs, device.nguid)
+
+
+def test_an_nguid_or_a_label_of_another_volume_is_refused(device: Device, tmp_path: Path) -> None:
+    sysfs = Sysfs(tmp_path, device.path)
+    sysfs.add("nvme0n1", 1, str(device.nguid))
+    with pytest.raises(VolumeMismatch, match="NGUID"):
+        find(sysfs, uuid.uuid4())
+    device.write(0, label(uuid.uuid4()))  # the drive behind the same NVMe namespace is another
+    with pytest.raises(VolumeMismatch, match="labelled"):
+        find(sysfs, device.nguid)
+    device.write(0, b"FOREBAY\0volume\r\n".ljust(4096, b"x"))
+    with pytest.raises(VolumeMismatch):
+        find(sysfs, device.nguid)
+
+
+def test_a_name_that_leads_elsewhere_is_refused(device: Device, tmp_path: Path) -> None:
+    """As when the disk was exchanged between the look and the opening."""
+    sysfs = Sysfs(tmp_path, device.path)
+    sysfs.add("nvme0n1", 1, str(device.nguid), dev="259:77")
+    with pytest.raises(Unavailable, match="any more"):
+        find(sysfs, device.nguid)
+    sysfs.add("nvme0n2", 2, str(device.nguid))
+    (sysfs.dev / "nvme0n2").unlink()
+    (sysfs.dev / "nvme0n2").write_bytes(bytes(8192))
+    with pytest.raises(Unavailable):
+        find(sysfs, device.nguid, nsid=2)
+
+
+def test_blocks_longer_than_ours_are_refused(device: Device, tmp_path: Path) -> None:
+    sysfs = Sysfs(tmp_path, device.path)
+    sysfs.add("nvme0n1", 1, str(device.nguid), **{"queue/logical_block_size": "8192"})
+    with pytest.raises(Unavailable, match="8192"):
+        find(sysfs, device.nguid)
