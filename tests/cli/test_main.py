@@ -161,7 +161,7 @@ def test_data_directories_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp
 
 
 def test_guesses_are_near(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["ls", "--nope"]) == USAGE
+    assert run(["ls", "--quux"]) == USAGE
     assert "Did you mean" not in capsys.readouterr().err
     assert run(["ls", "--limmit", "1"]) == USAGE
     assert "'--limit'" in capsys.readouterr().err

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from forebay.cli.context import Session, connection_options, console, json_option, pass_session
+from forebay.cli.context import (
+    Session,
+    connection_options,
+    console,
+    json_option,
+    keyspace_options,
+    pass_session,
+)
 from forebay.cli.exits import (
     ABSENT,
     OK,
@@ -25,11 +32,12 @@ from forebay.cli.exits import (
     error_of,
     worst,
 )
-from forebay.cli.keys import hex_option, key_fields, parse_key, parse_keys, show_key
+from forebay.cli.keys import hex_option, key_fields, parse_key, parse_keys, said, show_key
+from forebay.cli.keyspaces import elsewhere_fields, show_elsewhere
 from forebay.cli.sizes import format_duration, format_size, format_time
 from forebay.cli.teaching import Command
 from forebay.errors import InvalidArgument, ValueSize
-from forebay.ids import MAX_VALUE_BYTES
+from forebay.ids import MAX_VALUE_BYTES, BlockKey
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -228,10 +236,11 @@ def get(session: Session, key: str, file: str, as_hex: bool) -> int:
     short_help="Ask which keys are stored.",
     examples=["forebay match block-0 block-1 block-2"],
     exits=_KEYED,
-    see=("forebay get", "forebay stat", "forebay help misses"),
+    see=("forebay why", "forebay get", "forebay stat", "forebay help misses"),
 )
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
 @hex_option
+@keyspace_options
 @connection_options(data=True)
 @json_option
 @pass_session
@@ -243,22 +252,25 @@ def match(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
     """
     names = parse_keys(keys, as_hex)
     with session.client() as client:
-        found = client.match(names)
+        found = client.match(session.named(client, names))
     rows = list(zip(names, found.present, found.reasons, strict=True))
     document = {
         "keys": [{**key_fields(k), "present": present, "reason": reason} for k, present, reason in rows],
-        "prefix": found.prefix.get(0, 0),
+        "prefix": found.prefix.get(session.group, 0),
         "present_bytes": found.present_bytes,
         "load_ms": found.load_ms,
+        "elsewhere": elsewhere_fields(found.elsewhere),
     }
 
     def human(out: Console) -> None:
         for name, present, reason in rows:
             out.print(f"{'present' if present else reason:<20} {show_key(name)}", soft_wrap=True)
         out.print(
-            f"the first {found.prefix.get(0, 0)} of {len(names)} are stored; {format_size(found.present_bytes)}, "
+            f"the first {document['prefix']} of {len(names)} are stored; {format_size(found.present_bytes)}, "
             f"about {format_duration(found.load_ms)} to load"
         )
+        if found.elsewhere is not None:
+            out.print(f"the first that is absent is {show_elsewhere(found.elsewhere)}", soft_wrap=True)
 
     session.emit(document, human)
     _hint(keys, as_hex, found.reasons)
@@ -270,22 +282,23 @@ def match(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
     short_help="List stored keys.",
     examples=["forebay ls", "forebay ls logs/ --json"],
     exits=(OK, ABSENT, USAGE, REFUSED, UNAVAILABLE),
-    see=("forebay stat", "forebay events", "forebay help keys"),
+    see=("forebay stat", "forebay keyspaces", "forebay events", "forebay help keys"),
 )
 @click.argument("prefix", default="")
 @hex_option
 @click.option("--limit", type=click.IntRange(1), default=None, help="Stop after this many keys. [default: all]")
+@keyspace_options
 @connection_options(data=True)
 @json_option
 @pass_session
 def ls(session: Session, prefix: str, as_hex: bool, limit: int | None) -> int:
     """List the stored keys that begin with PREFIX, in order, with length and time.
 
-    Lists values stored by `forebay put`; blocks of an engine's schema belong to its sessions.
+    Lists values stored by `forebay put`, or with --keyspace the blocks of engines.
     """
     start = parse_key(prefix, as_hex) if prefix else b""
     with session.client() as client:
-        blocks = list(islice(client.list(start), limit))
+        blocks = list(islice(client.list(start, group=session.group, scope=session.scope_id(client)), limit))
     document = {
         "keys": [
             {**key_fields(b.key), "length_bytes": b.length_bytes, "created_unix_ms": b.created_unix_ms} for b in blocks
@@ -310,17 +323,18 @@ def ls(session: Session, prefix: str, as_hex: bool, limit: int | None) -> int:
 )
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
 @hex_option
+@keyspace_options
 @connection_options(data=True)
 @json_option
 @pass_session
 def stat(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
-    """Show what the node knows of each key: length, place, age, policy, pins and leases.
+    """Show what the node knows of each key: length, place, age, policy, pins, leases, and what its writer said of it.
 
     Exits 1 when any key is absent.
     """
     names = parse_keys(keys, as_hex)
     with session.client() as client:
-        found = client.stat(names)
+        found = client.stat(session.named(client, names))
     rows = [(name, one.block, one.reason) for name, one in zip(names, found, strict=True)]
 
     def fields(stat: Any) -> dict[str, Any]:
@@ -335,6 +349,8 @@ def stat(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
             "write_id": stat.write_id.hex(),
             "volume": stat.volume,
             "offset_bytes": stat.offset_bytes,
+            "describe": said(stat.describe),
+            "hints": said(stat.hints),
         }
 
     document = {
@@ -357,6 +373,10 @@ def stat(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
                 f"  held by  {stat.pins} pin(s), {stat.leases} lease(s)",
                 soft_wrap=True,
             )
+            for title, about in (("described", stat.describe), ("hints", stat.hints)):
+                if about:
+                    text = ", ".join(f"{name} {value}" for name, value in said(about).items())
+                    out.print(f"  {title:<8} {text}", soft_wrap=True)
 
     session.emit(document, human)
     _hint(keys, as_hex, [reason for _, _, reason in rows])
@@ -379,7 +399,7 @@ def _each(session: Session, names: list[bytes], reasons: Sequence[str], done: st
 def _batch(
     name: str,
     done: str,
-    act: Callable[[Any, list[bytes]], Sequence[str]],
+    act: Callable[[Any, list[BlockKey]], Sequence[str]],
     *,
     text: str,
     example: str,
@@ -390,13 +410,14 @@ def _batch(
     @click.command(name, cls=Command, help=text, examples=[example], exits=_KEYED, see=see)
     @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
     @hex_option
+    @keyspace_options
     @connection_options(data=True)
     @json_option
     @pass_session
     def command(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
         names = parse_keys(keys, as_hex)
         with session.client() as client:
-            reasons = act(client, names)
+            reasons = act(client, session.named(client, names))
         found = _each(session, names, reasons, done)
         _hint(keys, as_hex, reasons)
         return found

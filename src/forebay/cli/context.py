@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +13,23 @@ import click
 from click.core import ParameterSource
 
 from forebay.cli.sizes import duration
-from forebay.errors import ForebayError, Unauthenticated, Unavailable
+from forebay.errors import ForebayError, InvalidArgument, Unauthenticated, Unavailable
+from forebay.ids import BlockKey
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from forebay.client import Admin, Client
+    from forebay.client import Admin, Client, KeyspaceInfo
+    from forebay.schema import Schema
 
 __all__ = [
     "Session",
+    "chosen",
     "complete_namespace",
     "connection_options",
     "console",
     "json_option",
+    "keyspace_options",
     "pass_session",
     "session_of",
 ]
@@ -51,6 +55,8 @@ class Session:
         token: the caller's token, or None to read the admin token of ``data``.
         data: the data directory of a node on this host; ``data_source`` says so if the environment names it.
         timeout_ms: how long the node may take to be reached and to answer, or None for the usual.
+        keyspace: of an engine, in hexadecimal or its beginning, or None for values of `forebay put`; ``group`` and
+            ``scope`` are of its blocks.
     """
 
     url: str | None = None
@@ -59,7 +65,10 @@ class Session:
     data_source: str = ""
     timeout_ms: int | None = None
     namespace: str = DEFAULT_NAMESPACE
-    generation: int = 0
+    generation: int | None = None
+    keyspace: str | None = None
+    group: int = 0
+    scope: str = ""
     json: bool = False
     debug: bool = False
 
@@ -98,14 +107,43 @@ class Session:
 
     @contextmanager
     def client(self) -> Iterator[Client]:
-        """A connected client of the namespace, for whole values of any bytes."""
+        """A connected client of the namespace: for whole values of any bytes, or for blocks of `keyspace`.
+
+        Raises `InvalidArgument` where the namespace has no such keyspace, or several that begin so.
+        """
+        schema, generation = None, self.generation
+        if self.keyspace is not None:
+            with self._connected(None, generation or 0) as client:
+                found = chosen(client.keyspaces(), self.keyspace, generation)
+            schema, generation = found.schema, found.generation
+        with self._connected(schema, generation or 0) as client:
+            yield client
+
+    def _connected(self, schema: Schema | None, generation: int) -> Client:
         url, token = self.locate()
         from forebay.client import ClientOptions, connect
 
         connect_ms = self.timeout_ms or _CONNECT_MS
-        options = ClientOptions(deadline_ms=self.timeout_ms or _CALL_MS, connect_ms=connect_ms, attempt_ms=connect_ms)
-        with connect(url, namespace=self.namespace, generation=self.generation, token=token, options=options) as client:
-            yield client
+        return connect(
+            url,
+            namespace=self.namespace,
+            schema=schema,
+            generation=generation,
+            token=token,
+            scopes=(self.scope,) if self.scope else (),
+            options=ClientOptions(
+                deadline_ms=self.timeout_ms or _CALL_MS, connect_ms=connect_ms, attempt_ms=connect_ms
+            ),
+        )
+
+    def scope_id(self, client: Client) -> int:
+        """The number of `scope` in the client's session."""
+        return client.scope_ids.get(self.scope, 0)
+
+    def named(self, client: Client, keys: Sequence[bytes]) -> list[BlockKey]:
+        """Keys with their `group` and `scope`."""
+        scope = self.scope_id(client)
+        return [BlockKey(key, self.group, scope) for key in keys]
 
     @contextmanager
     def admin(self, deadline_ms: int = _CALL_MS) -> Iterator[Admin]:
@@ -199,6 +237,18 @@ _DATA: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     ),
     (("--generation",), {"type": click.IntRange(0, (1 << 64) - 1), "help": "Generation of the weights. [default: 0]"}),
 ]
+_KEYSPACE: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (
+        ("--keyspace",),
+        {
+            "metavar": "HEX",
+            "help": "Of an engine: what its log or `forebay keyspaces` shows, or how it begins. "
+            "[default: what `forebay put` stores]",
+        },
+    ),
+    (("--group",), {"type": click.IntRange(0, (1 << 16) - 1), "help": "KV group of an engine's blocks. [default: 0]"}),
+    (("--scope",), {"metavar": "NAME", "help": "End tenant of an engine's blocks. [default: none]"}),
+]
 
 
 _VARIABLES = ("url", "token", "data", "namespace")
@@ -221,6 +271,24 @@ def connection_options(*, data: bool = False, environment: bool = False) -> Call
         return _apply(function, options)
 
     return decorate
+
+
+def keyspace_options(function: _F) -> _F:
+    """Options that name an engine's blocks instead of those of `forebay put`."""
+    return _apply(function, [_option(*names, **settings) for names, settings in _KEYSPACE])
+
+
+def chosen(known: Sequence[KeyspaceInfo], text: str, generation: int | None) -> KeyspaceInfo:
+    """The keyspace that begins so, in the generation or the one used last. Raises `InvalidArgument`."""
+    begin = text.lower().removeprefix("0x")
+    found = [info for info in known if info.keyspace.hex().startswith(begin)]
+    if generation is not None:
+        found = [info for info in found if info.generation == generation]
+    if len({info.keyspace for info in found}) != 1:
+        what = "several keyspaces begin" if found else "no keyspace of the namespace begins"
+        message = f"{what} with {text!r}: `forebay keyspaces` lists those in use"
+        raise InvalidArgument(message, field="keyspace", limit="one")
+    return found[0]
 
 
 def json_option(function: _F) -> _F:

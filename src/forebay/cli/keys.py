@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -9,7 +10,7 @@ import click
 from forebay.errors import InvalidArgument, KeySize
 from forebay.ids import MAX_KEY_BYTES
 
-__all__ = ["hex_option", "key_fields", "parse_key", "parse_keys", "show_key"]
+__all__ = ["hex_option", "key_fields", "parse_key", "parse_keys", "said", "show_key"]
 
 hex_option = click.option("--hex", "as_hex", is_flag=True, help="Keys are given in hexadecimal, with or without 0x.")
 
@@ -46,3 +47,8 @@ def key_fields(key: bytes) -> dict[str, Any]:
     except UnicodeDecodeError:
         text = ""
     return {"key": text if text.isprintable() and text else None, "key_hex": key.hex()}
+
+
+def said(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What a writer said of a block, for people and JSON: bytes in hexadecimal."""
+    return {name: value.hex() if isinstance(value, bytes) else value for name, value in about.items()}

@@ -13,7 +13,19 @@ from typing import NoReturn
 import click
 
 import forebay
-from forebay.cli import blocks, events, fsck, manual, namespaces, node, principals, quarantine, scrub, sessions
+from forebay.cli import (
+    blocks,
+    events,
+    fsck,
+    keyspaces,
+    manual,
+    namespaces,
+    node,
+    principals,
+    quarantine,
+    scrub,
+    sessions,
+)
 from forebay.cli.bench.command import bench
 from forebay.cli.context import Session, connection_options, pass_session
 from forebay.cli.demo.command import demo
@@ -58,6 +70,8 @@ for _command in (
     node.status,
     top,
     *blocks.COMMANDS,
+    keyspaces.why,
+    keyspaces.keyspaces,
     events.events,
     sessions.sessions,
     namespaces.namespace,

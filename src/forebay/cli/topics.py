@@ -32,7 +32,8 @@ meet:
   scope        the end tenant that an engine acts for                of the session
   group        the KV group of a model (full, sliding, mamba, ...)   of the call
 
-So `forebay ls`, `match` and `get` see what `forebay put` stored, and not the blocks of engines.
+So `forebay ls`, `match` and `stat` see what `forebay put` stored; with --keyspace, of which `forebay keyspaces` lists
+those in use, they see the blocks of engines. `forebay why` says what keeps a key from being found.
 
 On the command line a key is text, or bytes with --hex. One that is no printable text, or begins with 0x, is shown
 as 0x..., which --hex takes.
@@ -86,9 +87,21 @@ block that did not survive is a miss and never wrong bytes; and a block is visib
 
 MISSES: dict[str, tuple[str, str]] = {
     "absent": (
-        "no visible block has this key: never stored, evicted, expired by ttl, removed, or of another namespace, "
-        "schema, generation or scope",
+        "no visible block has this key: never stored, expired by ttl, removed, or of another namespace, keyspace, "
+        "generation or scope",
         "normal for a new prefix; if it should be there: `forebay ls`, `forebay events`, `forebay help keys`",
+    ),
+    "evicted": (
+        "it was stored, and made room for other blocks since",
+        "the namespace holds less than is in use: raise its quota or the node's capacity (`forebay top` shows)",
+    ),
+    "other_keyspace": (
+        "the namespace has this key, stored by an engine with another model, layout or settings",
+        "`forebay why` shows what differs; make it alike in all engines that shall share",
+    ),
+    "other_generation": (
+        "the namespace has this key in the same keyspace under another generation",
+        "engines with the same weights need the same generation; after new weights this is as it should be",
     ),
     "pending": (
         "another writer is storing it right now",
@@ -103,7 +116,7 @@ MISSES: dict[str, tuple[str, str]] = {
         "loads are slower than sessions.lease_ttl: raise it, or look for an overloaded node or network",
     ),
     "stale_generation": (
-        "the session's generation is below the namespace's minimum",
+        "the session's generation, or the only one that has this key, is below the namespace's minimum",
         "restart the engine with the weights in use; `forebay namespace show` names the minimum",
     ),
     "session_expired": (
