@@ -17,7 +17,7 @@ from forebay.client import Client
 from perf.harness import Side, Sizes
 from perf.node import BenchNode
 
-__all__ = ["Bench", "Skipped", "Workload", "Wrong", "client_get", "client_put", "fill", "workloads"]
+__all__ = ["Bench", "Skipped", "Workload", "Wrong", "client_get", "client_put", "fill", "size_name", "workloads"]
 
 _KEY_BYTES = 36
 
@@ -53,8 +53,7 @@ class Workload:
         self.block_bytes = block_bytes
         self.batch = batch
         self.count = sizes.working_bytes // block_bytes
-        size = f"{block_bytes >> 20}MiB" if block_bytes >= 1 << 20 else f"{block_bytes >> 10}KiB"
-        self.name = f"{size}.x{batch}"
+        self.name = f"{size_name(block_bytes)}.x{batch}"
         source = mmap.mmap(-1, self.count * block_bytes)
         target = mmap.mmap(-1, batch * block_bytes)
         rng = np.random.default_rng(block_bytes)
@@ -106,6 +105,11 @@ class Workload:
                 if not np.array_equal(np.frombuffer(buffer, np.uint8), np.frombuffer(self.values[first + i], np.uint8)):
                     raise Wrong(f"{name} read other bytes than were written")
         return Side(name, self.slots(move), servers)
+
+
+def size_name(size_bytes: int) -> str:
+    """For the names of rows: ``64KiB``, ``1MiB``."""
+    return f"{size_bytes >> 20}MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10}KiB"
 
 
 def workloads(sizes: Sizes) -> Iterator[Workload]:
