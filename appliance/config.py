@@ -23,8 +23,10 @@ from forebay.appliance.dataplane.labels import MIN_REGION_BYTES, REGION_UNIT_BYT
 from forebay.appliance.settings import (
     Boolean,
     Choice,
+    CoreMask,
     Duration,
     Endpoint,
+    FilePath,
     Folder,
     Fraction,
     Integer,
@@ -45,6 +47,7 @@ __all__ = [
     "GrpcConfig",
     "HttpConfig",
     "LogConfig",
+    "NvmfTgtConfig",
     "ScrubConfig",
     "SessionsConfig",
     "SpaceConfig",
@@ -136,9 +139,9 @@ class TargetConfig:
 
     kind: str = setting(
         "kind",
-        Choice(("embedded",), {"spdk": 'is not in this version: use "embedded"'}),
+        Choice(("embedded", "spdk")),
         "embedded",
-        "Which target serves the volumes.",
+        "Which target serves the volumes: Forebay's own, or SPDK's `nvmf_tgt` (docs/target.md), on the same volumes.",
     )
     listen: Endpoint = setting(
         "listen",
@@ -181,6 +184,59 @@ class TargetConfig:
     )
     rpc_timeout_ms: int = setting(
         "rpc_timeout", Duration(100, 600_000), 10_000, "How long the target may take to answer a control request."
+    )
+
+
+RATE = Size(0, 1 << 44, multiple=1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class NvmfTgtConfig:
+    """SPDK's target, where `target.kind` is `spdk`: docs/target.md."""
+
+    binary: Path | None = setting(
+        "binary",
+        FilePath(),
+        None,
+        "The program, which the node starts and watches.",
+        "none: this or `socket` is needed",
+    )
+    socket: Path | None = setting(
+        "socket",
+        FilePath(),
+        None,
+        "The RPC socket of a target that somebody else runs; it may serve others besides. Where it is named the node "
+        "starts none.",
+        "none: the node starts `binary`",
+    )
+    core_mask: str = setting("core_mask", CoreMask(), "0x1", "The cores that it uses.")
+    memory_bytes: int = setting(
+        "memory", Size(512 << 20, 1 << 40, multiple=1 << 20), 1 << 30, "Memory that it takes at its start."
+    )
+    interrupt_mode: bool = setting(
+        "interrupt_mode",
+        Boolean(),
+        True,
+        "Let it sleep while there is nothing to do, so that its cores serve others too. `false` makes each of them "
+        "poll all the time, which halves the time that a small read takes.",
+    )
+    hugepages: bool = setting(
+        "hugepages",
+        Boolean(),
+        False,
+        "Use huge pages: they must be reserved, and NVMe drives that it drives need them.",
+    )
+    rdma_listen: Endpoint | None = setting(
+        "rdma_listen", ListenAddress(), None, "Where it listens for NVMe/RDMA as well.", "none"
+    )
+    volume_ios_per_s: int = setting(
+        "volume_ios_limit", Integer(0, 100_000_000), 0, "Commands a second on each volume; 0 sets no limit."
+    )
+    volume_read_bytes_per_s: int = setting(
+        "volume_read_limit", RATE, 0, "Bytes a second read from each volume; 0 sets no limit."
+    )
+    volume_write_bytes_per_s: int = setting(
+        "volume_write_limit", RATE, 0, "Bytes a second written to each volume; 0 sets no limit."
     )
 
 
@@ -303,6 +359,7 @@ class Config:
     grpc: GrpcConfig = GrpcConfig()
     http: HttpConfig = HttpConfig()
     target: TargetConfig = TargetConfig()
+    nvmf_tgt: NvmfTgtConfig = NvmfTgtConfig()
     sessions: SessionsConfig = SessionsConfig()
     space: SpaceConfig = SpaceConfig()
     scrub: ScrubConfig = ScrubConfig()
@@ -314,6 +371,7 @@ SECTIONS: dict[str, type[Any]] = {
     "grpc": GrpcConfig,
     "http": HttpConfig,
     "target": TargetConfig,
+    "nvmf_tgt": NvmfTgtConfig,
     "sessions": SessionsConfig,
     "space": SpaceConfig,
     "scrub": ScrubConfig,
@@ -469,6 +527,12 @@ def _checked(config: Config) -> Config:
             f"target.listen: clients cannot be told to connect to {config.target.listen}: name one of this machine's "
             "addresses",
             field="target.listen",
+        )
+    spdk = config.nvmf_tgt
+    if config.target.kind == "spdk" and spdk.binary is None and spdk.socket is None:
+        raise ConfigInvalid(
+            'target.kind = "spdk" needs nvmf_tgt.binary, a program to start, or nvmf_tgt.socket, that of one that runs',
+            field="nvmf_tgt.binary",
         )
     least_ms = 2 * config.sessions.heartbeat_ms
     if config.sessions.expiry_ms < least_ms:

@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import signal
-import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,10 +32,7 @@ from forebay.appliance.control.data_calls import DataCalls
 from forebay.appliance.control.doorkeeper import Doorkeeper
 from forebay.appliance.control.load import LoadEstimate
 from forebay.appliance.control.server import ControlServer
-from forebay.appliance.dataplane.embedded import EmbeddedTarget
-from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.labels import DriveIdentity, translated
-from forebay.appliance.dataplane.subsystems import TransportLimits
 from forebay.appliance.dataplane.supervisor import Supervisor
 from forebay.appliance.dataplane.volumes import claim_drive, discard_drive, drive_space, open_drive, require_capacity
 from forebay.appliance.directories import make_directory
@@ -53,6 +49,7 @@ from forebay.appliance.namespace.space import Drive, DriveState
 from forebay.appliance.namespace.store import Store
 from forebay.appliance.open_files import raise_open_files
 from forebay.appliance.settings import Endpoint
+from forebay.appliance.targets import drive_target, supervise_target
 from forebay.appliance.trace import Tracer
 from forebay.clock import SystemClock
 from forebay.errors import CapacityShort, ConfigInvalid, DataDirInUse, ForebayError, VolumeMismatch
@@ -278,18 +275,7 @@ class _Daemon:
 
     async def _serve(self, store: RocksStore, meta: NodeMeta, drives: list[Drive]) -> None:
         config = self._config
-        target_config = config.target
-        supervisor = Supervisor(
-            config.data / "run",
-            meta.node_id,
-            self._replay,
-            command=(
-                *(sys.executable, "-m", "forebay.appliance.dataplane.target"),
-                *("--max-connections", str(target_config.max_connections)),
-                *("--buffer-bytes", str(target_config.buffer_bytes)),
-                *("--log-level", config.log.level, "--log-format", config.log.format),
-            ),
-        )
+        supervisor = supervise_target(config, meta.node_id, self._replay)
 
         def load_http() -> None:
             self._loading = asyncio.create_task(asyncio.to_thread(_load_http))
@@ -298,16 +284,7 @@ class _Daemon:
         found = await supervisor.start(load_http if config.http.enabled else None)
         if found:
             _log.info("the target of an earlier start is still there, pid %s", supervisor.pid)
-        rpc = JsonRpcClient(supervisor.socket, timeout_s=target_config.rpc_timeout_ms / 1000, tracer=self._tracer)
-        target = EmbeddedTarget(
-            rpc,
-            node=meta.node_id.hex()[:16],
-            address=target_config.listen.host,
-            port=target_config.listen.port,
-            limits=TransportLimits(
-                max_io_bytes=target_config.max_command_bytes, in_capsule_bytes=target_config.in_capsule_bytes
-            ),
-        )
+        target = drive_target(config, supervisor.socket, meta.node_id, self._tracer)
         try:
             sessions = config.sessions
             limits = NodeLimits(
@@ -346,7 +323,12 @@ class _Daemon:
                 await supervisor.detach()
             raise
         else:
-            await (supervisor.detach() if target_config.on_stop == "keep" else supervisor.stop())
+            if config.target.on_stop == "keep":
+                await supervisor.detach()
+            else:
+                if config.nvmf_tgt.socket is not None:
+                    await target.reconcile([], [])  # it goes on for others, without what is this node's
+                await supervisor.stop()
         finally:
             await target.close()
 

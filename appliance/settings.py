@@ -15,8 +15,10 @@ from forebay.errors import ConfigInvalid
 __all__ = [
     "Boolean",
     "Choice",
+    "CoreMask",
     "Duration",
     "Endpoint",
+    "FilePath",
     "Folder",
     "Fraction",
     "Integer",
@@ -257,14 +259,11 @@ class Boolean(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Choice(Kind):
-    """One of a few words. ``planned`` are words that a later version takes, with what to use meanwhile."""
+    """One of a few words."""
 
     words: tuple[str, ...]
-    planned: dict[str, str] = field(default_factory=dict)
 
     def parse(self, value: Any, name: str, base: Path) -> str:
-        if isinstance(value, str) and value in self.planned:
-            raise ConfigInvalid(f"{name}: {value!r} {self.planned[value]}", field=name, limit=self.allowed())
         if value not in self.words:
             raise _refuse(name, value, self)
         return str(value)
@@ -299,6 +298,27 @@ class Folder(Kind):
 
     def allowed(self) -> str:
         return "a directory"
+
+
+@dataclass(frozen=True, slots=True)
+class FilePath(Folder):
+    """A file; ``~`` is the home directory."""
+
+    def allowed(self) -> str:
+        return "a file"
+
+
+@dataclass(frozen=True, slots=True)
+class CoreMask(Kind):
+    """Which processor cores, as bits of a hexadecimal number or as a list in brackets."""
+
+    def parse(self, value: Any, name: str, base: Path) -> str:
+        if not isinstance(value, str) or not re.fullmatch(r"0x[0-9a-fA-F]{1,64}|\[\d+(-\d+)?(,\d+(-\d+)?)*\]", value):
+            raise _refuse(name, value, self)
+        return value
+
+    def allowed(self) -> str:
+        return 'a core mask such as "0x3", or a list such as "[0,2-4]"'
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests import targets
 from tests.counting import PROPERTY, Count, save
 from tests.envs import ENVIRONMENTS
 from tests.interop import guest
 from tests.shims import building
 
 LONG = os.environ.get("FOREBAY_TEST_PROFILE") == "long"
+targets.use()
 
 # Deadlines measure the machine, not the code: a busy one must not fail a property.
 settings.register_profile("default", max_examples=50, deadline=None)
@@ -26,6 +28,12 @@ def _missing(marker: str) -> str | None:
     """Why tests with this marker cannot run here, or None."""
     if marker == "spdk" and not os.environ.get("FOREBAY_SPDK_TGT"):
         return "SPDK's target is not here: set FOREBAY_SPDK_TGT to the path of nvmf_tgt"
+    if marker == "fencing" and not targets.able().fencing:
+        return "the target of this run does not refuse writes outside grants"
+    if marker == "seal" and not targets.able().seal:
+        return "the target of this run does not revoke and flush in one call"
+    if marker == "embedded" and targets.KIND != "embedded":
+        return "about Forebay's own target, and this run has another"
     if marker == "gpu" and not os.path.exists("/dev/nvidiactl"):
         return "no CUDA device"
     if marker == "long" and not LONG:
@@ -53,7 +61,7 @@ def root_log() -> Iterator[logging.Logger]:
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
     """Skip what this machine or this profile cannot run."""
     for item in items:
-        for marker in ("spdk", "gpu", "long", "interop", "compiler", *ENVIRONMENTS):
+        for marker in ("spdk", "fencing", "seal", "embedded", "gpu", "long", "interop", "compiler", *ENVIRONMENTS):
             if item.get_closest_marker(marker) and (reason := _missing(marker)):
                 item.add_marker(pytest.mark.skip(reason=reason))
 

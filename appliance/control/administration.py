@@ -391,6 +391,7 @@ class Administration:
                 "fencing": flags.fencing,
                 "barrier": flags.barrier,
                 "per_host_visibility": flags.per_host_visibility,
+                "qos": flags.qos,
                 "seal": flags.seal,
                 "ordered": flags.ordered,
             }

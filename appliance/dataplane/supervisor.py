@@ -1,4 +1,4 @@
-"""Keeps one embedded target running: finds it, starts it, notices that it died or hangs, starts it again.
+"""Keeps one target running: finds it, starts it, notices that it died or hangs, starts it again.
 
 The target outlives the daemon. A daemon that starts looks for a target behind its socket and takes it over; only what
 does not answer is replaced.
@@ -13,6 +13,7 @@ import signal
 import stat
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,16 @@ from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.process import Process, ProcessName
 from forebay.errors import ConfigInvalid, ForebayError, Unavailable
 
-__all__ = ["MAX_SOCKET_PATH_BYTES", "TARGET_COMMAND", "Supervisor", "SupervisorTimes", "socket_path"]
+__all__ = [
+    "MAX_SOCKET_PATH_BYTES",
+    "TARGET_COMMAND",
+    "AttachedTarget",
+    "EmbeddedProgram",
+    "Supervisor",
+    "SupervisorTimes",
+    "TargetProgram",
+    "socket_path",
+]
 
 log = logging.getLogger(__name__)
 
@@ -74,13 +84,37 @@ def socket_path(run_dir: Path, node_id: bytes) -> Path:
     return private / "target.sock"
 
 
+class TargetProgram(ABC):
+    """How one kind of target is started, and known by its answers."""
+
+    @abstractmethod
+    def command(self, socket: Path, log_file: Path) -> list[str]:
+        """The command line of one that listens on ``socket``; what it prints goes to ``log_file`` anyway."""
+
+    @abstractmethod
+    async def probe(self, rpc: JsonRpcClient) -> tuple[int, str]:
+        """Pid and boot id of whoever answers. Raises a `ForebayError` if nobody does, or it is of another kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedProgram(TargetProgram):
+    """Forebay's own; ``start`` may have limits as options."""
+
+    start: Sequence[str] = TARGET_COMMAND
+
+    def command(self, socket: Path, log_file: Path) -> list[str]:
+        return [*self.start, "--socket", str(socket), "--log", str(log_file)]
+
+    async def probe(self, rpc: JsonRpcClient) -> tuple[int, str]:
+        found = await rpc.call("forebay_get_info")
+        return int(found["pid"]), str(found["boot_id"])
+
+
 class Supervisor:
     """The target process of one node.
 
     ``run_dir`` takes the pid file, the log and (if its path is short enough) the socket. ``on_restart`` runs after each
     start that follows a failure, so that the daemon replays desired state; while it raises it is tried again.
-    ``command`` is the start of the target's command line, to which limits may be added as options; ``--socket`` and
-    ``--log`` follow it.
     """
 
     def __init__(
@@ -90,13 +124,13 @@ class Supervisor:
         on_restart: Callable[[], Awaitable[None]],
         *,
         times: SupervisorTimes | None = None,
-        command: Sequence[str] = TARGET_COMMAND,
+        program: TargetProgram | None = None,
     ) -> None:
         self._times = times or SupervisorTimes()
         self._pid_file = run_dir / "target.pid"
         self._log_file = run_dir / "target.log"
         self._on_restart = on_restart
-        self._command = tuple(command)
+        self._program = program or EmbeddedProgram()
         self._process: Process | None = None
         self._watching: asyncio.Task[None] | None = None
         self._boot_id = ""
@@ -165,8 +199,7 @@ class Supervisor:
 
     async def _probe(self) -> tuple[int, str]:
         """Pid and boot id of whoever answers on the socket."""
-        found = await self._rpc.call("forebay_get_info")
-        return int(found["pid"]), str(found["boot_id"])
+        return await self._program.probe(self._rpc)
 
     async def _adopt(self) -> bool:
         """Take over a target that answers; end one that runs and does not."""
@@ -206,7 +239,7 @@ class Supervisor:
     async def _launch(self) -> None:
         """Start a target and wait until it answers."""
         self._socket.unlink(missing_ok=True)
-        command = [*self._command, "--socket", str(self._socket), "--log", str(self._log_file)]
+        command = self._program.command(self._socket, self._log_file)
         process = Process.start(command, self._log_file, self._socket)
         process.name.save(self._pid_file)
         try:
@@ -307,3 +340,53 @@ class Supervisor:
         except FileNotFoundError:
             return "it wrote no log"
         return data.decode("utf-8", "replace").strip() or "it wrote no log"
+
+
+class AttachedTarget(Supervisor):
+    """A target that somebody else starts and ends, and that perhaps serves others as well: it is only watched.
+
+    When another one answers on its socket, the daemon's state is replayed to that.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        node_id: bytes,
+        on_restart: Callable[[], Awaitable[None]],
+        *,
+        socket: Path,
+        program: TargetProgram,
+        times: SupervisorTimes | None = None,
+    ) -> None:
+        super().__init__(run_dir, node_id, on_restart, times=times, program=program)
+        self._socket = socket
+        self._rpc = JsonRpcClient(socket, timeout_s=self._times.probe_timeout_s)
+
+    async def stop(self) -> None:
+        """Let go of the target, which is not ours to end."""
+        await self.detach()
+
+    async def _adopt(self) -> bool:
+        return False
+
+    async def _launch(self) -> None:
+        """Wait until somebody answers."""
+        try:
+            async with asyncio.timeout(self._times.start_s):
+                while True:
+                    with suppress(Unavailable):
+                        pid, self._boot_id = await self._probe()
+                        break
+                    await asyncio.sleep(self._times.probe_interval_s)
+        except TimeoutError:
+            raise Unavailable(f"no target answers on {self._socket}", field="nvmf_tgt.socket") from None
+        name = ProcessName.of(pid, self._socket)
+        self._process = Process.find(name) if name is not None else None
+        if self._process is None:
+            raise Unavailable(f"the target on {self._socket} is no process that can be watched", field="target")
+        log.info("target %d found on %s", pid, self._socket)
+
+    async def _end(self, process: Process, *, gently: bool) -> None:
+        if process is self._process:
+            self._process = None
+        process.close()

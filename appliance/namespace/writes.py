@@ -403,8 +403,10 @@ class Writes:
         return OK
 
     async def _silence(self, group: Sequence[PendingWrite]) -> None:
-        """Tear down hosts that could write to these blocks and did not say that they are done, on a target where to
-        revoke their grants keeps them from nothing: what they write late would change a block that is visible.
+        """Tear down hosts that could write to these blocks and did not say that they are done.
+
+        Not where the target fences: their grants are revoked there. Elsewhere what they write late would change a
+        block that is visible.
         """
         silent = dict.fromkeys(h for w in group for h in w.hosts if h not in w.told)
         if silent and not (await self._e.target.able()).fencing:

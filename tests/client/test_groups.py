@@ -231,6 +231,7 @@ def test_a_rank_that_joined_too_late_is_refused_and_told(ranks: Ranks) -> None:
     assert stored(ranks.node, b"late") == value(1)
 
 
+@pytest.mark.fencing
 def test_another_session_can_do_nothing_with_a_plan(ranks: Ranks) -> None:
     plan = ranks.clients[0].allocate([b"mine"])
     with ranks.node.connect(schema=SCHEMA, options=OPTIONS) as thief:
@@ -279,6 +280,7 @@ def test_other_bytes_for_a_tile_give_the_block_up_and_no_other(ranks: Ranks) -> 
     assert stored(ranks.node, b"peace") == value(2)
 
 
+@pytest.mark.fencing
 def test_a_plan_that_is_given_up(ranks: Ranks) -> None:
     leader, follower = ranks.clients
     plan = leader.allocate([b"dropped", b"whole"])
@@ -292,6 +294,7 @@ def test_a_plan_that_is_given_up(ranks: Ranks) -> None:
     assert again.stored
 
 
+@pytest.mark.fencing
 def test_an_old_plan_reaches_nothing_of_a_new_one(ranks: Ranks) -> None:
     leader, follower = ranks.clients
     old = leader.allocate([b"again"])

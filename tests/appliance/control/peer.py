@@ -22,6 +22,7 @@ from forebay.ids import BlockKey, stored_key
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import keys_to_proto, pack, rows16, unpack
 from forebay.schema import Schema
+from tests import targets
 
 __all__ = ["CAPACITY", "STREAMED", "CallStream", "Caller", "Daemon", "eventually", "failure"]
 
@@ -71,6 +72,7 @@ class Daemon:
             "grpc.listen": "127.0.0.1:0",
             "target.listen": "127.0.0.1:0",
             "http.enabled": False,
+            **targets.flags(),
             **{name.replace("__", "."): value for name, value in flags.items()},
         }
         self.process: subprocess.Popen[bytes] | None = None

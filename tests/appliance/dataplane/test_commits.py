@@ -14,7 +14,7 @@ import pytest
 
 from forebay.appliance.dataplane.embedded import EmbeddedTarget
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
-from forebay.appliance.dataplane.supervisor import Supervisor, SupervisorTimes
+from forebay.appliance.dataplane.supervisor import EmbeddedProgram, Supervisor, SupervisorTimes
 from forebay.appliance.dataplane.volumes import claim_drive
 from forebay.appliance.namespace.desired_state import Principal
 from forebay.appliance.namespace.meta import NodeMeta
@@ -80,9 +80,8 @@ async def running(path: Path) -> AsyncIterator[Running]:
         for node in nodes:
             await node.replay()
 
-    supervisor = Supervisor(
-        path / "run", meta.node_id, replay, times=TIMES, command=(sys.executable, "-c", TARGET, str(armed))
-    )
+    program = EmbeddedProgram((sys.executable, "-c", TARGET, str(armed)))
+    supervisor = Supervisor(path / "run", meta.node_id, replay, times=TIMES, program=program)
     await supervisor.start()
     target = EmbeddedTarget(JsonRpcClient(supervisor.socket), node="commits")
     try:

@@ -17,6 +17,7 @@ from forebay.appliance.dataplane.process import Process, ProcessName
 from forebay.appliance.dataplane.supervisor import (
     MAX_SOCKET_PATH_BYTES,
     TARGET_COMMAND,
+    EmbeddedProgram,
     Supervisor,
     SupervisorTimes,
     socket_path,
@@ -52,10 +53,10 @@ async def supervised(
     run_dir: Path,
     on_restart: Callable[[], Awaitable[None]] = nothing,
     *,
-    command: tuple[str, ...] = TARGET_COMMAND,
+    program: EmbeddedProgram | None = None,
     times: SupervisorTimes = TIMES,
 ) -> AsyncIterator[Supervisor]:
-    supervisor = Supervisor(run_dir, NODE, on_restart, times=times, command=command)
+    supervisor = Supervisor(run_dir, NODE, on_restart, times=times, program=program)
     try:
         yield supervisor
     finally:
@@ -132,21 +133,25 @@ class TestLife:
             assert (second.pid, second.socket) == (pid, first.socket)
 
     async def test_a_target_that_does_not_come_up_says_why(self, tmp_path: Path) -> None:
-        async with supervised(tmp_path, command=("sh", "-c", "echo no such drive >&2; exit 3", "sh")) as supervisor:
+        async with supervised(
+            tmp_path, program=EmbeddedProgram(("sh", "-c", "echo no such drive >&2; exit 3", "sh"))
+        ) as supervisor:
             with pytest.raises(Unavailable, match="ended with status 3: no such drive"):
                 await supervisor.start()
 
     async def test_a_target_that_never_answers_is_ended(self, tmp_path: Path) -> None:
         pid_file = tmp_path / "pid"
         command = ("sh", "-c", f"echo $$ > {pid_file}; exec sleep 1000", "sh")
-        supervisor = Supervisor(tmp_path, NODE, nothing, times=replace(TIMES, start_s=0.3), command=command)
+        supervisor = Supervisor(
+            tmp_path, NODE, nothing, times=replace(TIMES, start_s=0.3), program=EmbeddedProgram(command)
+        )
         with pytest.raises(Unavailable, match="did not answer"):
             await supervisor.start()
         assert not alive(int(pid_file.read_text()))
         await supervisor.stop()
 
     async def test_a_command_that_does_not_exist_is_unavailable(self, tmp_path: Path) -> None:
-        async with supervised(tmp_path, command=("/does/not/exist",)) as supervisor:
+        async with supervised(tmp_path, program=EmbeddedProgram(("/does/not/exist",))) as supervisor:
             with pytest.raises(Unavailable, match="does not start"):
                 await supervisor.start()
 
@@ -158,7 +163,9 @@ class TestLife:
             "import signal, sys, threading; from forebay.appliance.dataplane.target.__main__ import main\n"
             "signal.sigwait = lambda _: threading.Event().wait(); main(sys.argv[1:])"
         )
-        supervisor = Supervisor(tmp_path, NODE, nothing, times=times, command=(sys.executable, "-c", code))
+        supervisor = Supervisor(
+            tmp_path, NODE, nothing, times=times, program=EmbeddedProgram((sys.executable, "-c", code))
+        )
         await supervisor.start()
         pid = supervisor.pid
         with caplog.at_level("WARNING"):
@@ -301,7 +308,7 @@ class TestFailures:
     async def test_a_target_that_fails_at_once_is_started_again_until_it_does_not(self, tmp_path: Path) -> None:
         fuse = tmp_path / "fuse"
         script = f'if [ -e {fuse} ]; then rm {fuse}; exit 1; fi; exec {" ".join(TARGET_COMMAND)} "$@"'
-        async with supervised(tmp_path, command=("sh", "-c", script, "sh")) as supervisor:
+        async with supervised(tmp_path, program=EmbeddedProgram(("sh", "-c", script, "sh"))) as supervisor:
             await supervisor.start()
             assert supervisor.pid is not None
             fuse.touch()
@@ -314,7 +321,7 @@ class TestFailures:
         script = (
             f'if [ -e {started} ]; then echo $$ >> {started}; exec sleep 1000; fi; exec {" ".join(TARGET_COMMAND)} "$@"'
         )
-        async with supervised(tmp_path, command=("sh", "-c", script, "sh")) as supervisor:
+        async with supervised(tmp_path, program=EmbeddedProgram(("sh", "-c", script, "sh"))) as supervisor:
             await supervisor.start()
             assert supervisor.pid is not None
             started.touch()

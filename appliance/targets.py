@@ -1,0 +1,59 @@
+"""Which target a node has: what supervises it and what drives it, as the configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from forebay.appliance.config import Config
+from forebay.appliance.dataplane.embedded import EmbeddedTarget
+from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
+from forebay.appliance.dataplane.spdk import MAX_IO_BYTES, QosLimits, SpdkTarget
+from forebay.appliance.dataplane.spdk_program import SpdkProgram
+from forebay.appliance.dataplane.subsystems import Listener, NvmfTarget, TransportLimits
+from forebay.appliance.dataplane.supervisor import TARGET_COMMAND, AttachedTarget, EmbeddedProgram, Supervisor
+from forebay.appliance.trace import Tracer
+
+__all__ = ["drive_target", "supervise_target"]
+
+
+def supervise_target(config: Config, node_id: bytes, on_restart: Callable[[], Awaitable[None]]) -> Supervisor:
+    """Who finds or starts the node's target, and watches it; not started yet."""
+    run_dir, target, spdk = config.data / "run", config.target, config.nvmf_tgt
+    if target.kind == "embedded":
+        options = (
+            *("--max-connections", str(target.max_connections)),
+            *("--buffer-bytes", str(target.buffer_bytes)),
+            *("--log-level", config.log.level, "--log-format", config.log.format),
+        )
+        return Supervisor(run_dir, node_id, on_restart, program=EmbeddedProgram((*TARGET_COMMAND, *options)))
+    program = SpdkProgram(
+        spdk.binary or Path("nvmf_tgt"), spdk.core_mask, spdk.memory_bytes, spdk.interrupt_mode, spdk.hugepages
+    )
+    if spdk.socket is not None:
+        return AttachedTarget(run_dir, node_id, on_restart, socket=spdk.socket, program=program)
+    return Supervisor(run_dir, node_id, on_restart, program=program)
+
+
+def drive_target(config: Config, socket: Path, node_id: bytes, tracer: Tracer | None) -> NvmfTarget:
+    """The driver of the target whose control socket that is."""
+    target, spdk = config.target, config.nvmf_tgt
+    timeout_s = target.rpc_timeout_ms / 1000
+    rpc = JsonRpcClient(socket, timeout_s=timeout_s, tracer=tracer)
+    node, listen = node_id.hex()[:16], target.listen
+    if target.kind == "embedded":
+        limits = TransportLimits(max_io_bytes=target.max_command_bytes, in_capsule_bytes=target.in_capsule_bytes)
+        return EmbeddedTarget(rpc, node=node, address=listen.host, port=listen.port, limits=limits)
+    rdma = spdk.rdma_listen
+    return SpdkTarget(
+        rpc,
+        node=node,
+        address=listen.host,
+        port=listen.port,
+        limits=TransportLimits(
+            max_io_bytes=min(target.max_command_bytes, MAX_IO_BYTES), in_capsule_bytes=target.in_capsule_bytes
+        ),
+        listeners=[Listener("RDMA", rdma.host, rdma.port)] if rdma is not None else [],
+        qos=QosLimits(spdk.volume_ios_per_s, spdk.volume_read_bytes_per_s, spdk.volume_write_bytes_per_s),
+        timeout_s=timeout_s,
+    )
