@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,20 +14,26 @@ __all__ = ["BlockTensors"]
 
 
 class BlockTensors:
-    """The caches of a worker's layers, one tensor a layer, each ``[blocks, heads, tokens, content]``.
+    """What a worker holds of some layers of one group, in tensors ``[blocks, …]``: a layer's K and V, or its states.
 
     A value is the tiles that this worker holds, back to back, in the order of their numbers: of each of its head
-    groups all layers, and inside a layer ``[head][token][content]``. Any strides will do, as long as the content of a
-    token is contiguous. Copies go through host memory and are complete when a call returns.
+    groups all layers, and inside a layer ``[head][token][content]``, or one state after the other. Any strides will
+    do, as long as the last axis is contiguous. Copies go through host memory and are complete when a call returns.
     """
 
-    def __init__(self, caches: Sequence[Any], group: Group, heads: int) -> None:
-        """``caches`` are in the order of the group's layers; ``heads`` are here of its KV heads, whole head groups."""
-        self._caches = [cache.view(torch.uint8) for cache in caches]
-        self._head_groups = heads * group.head_groups // group.kv_heads
-        layer_bytes = heads // self._head_groups * group.block_tokens * group.bytes_per_head
-        self._spans = [slice(i * layer_bytes, (i + 1) * layer_bytes) for i in range(len(self._caches))]
-        self.value_bytes = self._head_groups * layer_bytes * len(self._caches)
+    def __init__(self, layers: Sequence[Sequence[Any]], group: Group, heads: int) -> None:
+        """``layers`` are in the order of the group's, each ``[blocks, heads, tokens, content]``, or several states.
+
+        ``heads`` are here of the group's KV heads, whole head groups.
+        """
+        self._caches = [cache.view(torch.uint8) for caches in layers for cache in caches]
+        self._head_groups = heads * group.head_groups // group.kv_heads if group.kv_heads else 1
+        self._spans: list[slice] = []
+        at = 0
+        for cache in self._caches:
+            self._spans.append(slice(at, at + math.prod(cache.shape[1:]) // self._head_groups))
+            at = self._spans[-1].stop
+        self.value_bytes = self._head_groups * at
         """Of one block here."""
 
     def gather(self, blocks: Sequence[int], values: Any) -> None:
@@ -43,7 +50,7 @@ class BlockTensors:
                 torch.accelerator.current_stream(cache.device).synchronize()
 
     def _each(self, blocks: Sequence[int], values: Any) -> Iterator[tuple[Any, Any, Any]]:
-        """Each layer: its cache, which of its rows, and its part of ``values``, ``[blocks, head groups, bytes]``."""
+        """Each tensor: which of its rows, and its part of ``values``, ``[blocks, head groups, bytes]``."""
         rows = torch.tensor(list(blocks), dtype=torch.int64, device=self._caches[0].device)
         by_head_group = values.view(len(blocks), self._head_groups, -1)
         for cache, span in zip(self._caches, self._spans, strict=True):

@@ -15,10 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from forebay.client import ClientOptions
@@ -28,6 +28,7 @@ from forebay.connectors.vllm.identity import check_supported, schema_of
 from forebay.connectors.vllm.messages import StepWork, WorkerFacts, WorkerReport
 from forebay.connectors.vllm.scheduler import SchedulerHalf
 from forebay.connectors.vllm.settings import Settings
+from forebay.connectors.vllm.specs import cache_groups, held_caches
 from forebay.connectors.vllm.stats import ConnectorStats, PrometheusMetrics
 from forebay.connectors.vllm.versions import check_version
 from forebay.connectors.vllm.worker import WorkerHalf
@@ -96,7 +97,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         name = f"vllm {vllm.__version__} {self._kv_transfer_config.engine_id}"
         # All calls are made by threads, with deadlines of their own: they can wait for a node that is slow to reach.
         self._options = ClientOptions(client=name, attempt_ms=2_000)
-        self._failed_blocks: set[int] = set()
+        self._failed_blocks: set[int] = set()  # of the step whose transfers were asked for last
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -107,8 +108,8 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     "to 'recompute'",
                     self._kv_transfer_config.kv_load_failure_policy,
                 )
-            tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            self._scheduler = SchedulerHalf(self._settings, tokens, ranks, self._counters, SystemClock())
+            groups = cache_groups(vllm_config, kv_cache_config)
+            self._scheduler = SchedulerHalf(self._settings, groups, ranks, self._counters, SystemClock())
         else:
             rank = get_tensor_model_parallel_rank()
             self._worker = WorkerHalf(self._settings, (rank, ranks), self._counters, self._options, SystemClock())
@@ -122,33 +123,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         assert self._worker is not None
-        (group,) = self._kv_cache_config.kv_cache_groups
-        names = sorted(group.layer_names, key=extract_layer_index)
-        first = kv_caches[names[0]]
-        spec, blocks = group.kv_cache_spec, self._kv_cache_config.num_blocks
-        shape = (blocks, spec.num_kv_heads, spec.block_size)
-        for name in names:
-            cache = kv_caches[name]
-            if cache.ndim != 4 or tuple(cache.shape[:3]) != shape or cache.stride(3) != 1:
-                raise ConfigInvalid(
-                    f"the KV cache of {name} is {tuple(cache.shape)} with strides {cache.stride()}, and this connector "
-                    f"knows {(*shape, 'content')} with the content of a token contiguous",
-                    field="kv_cache_layout",
-                )
-        layer = self._vllm_config.compilation_config.static_forward_context[names[0]]
-        backend = layer.get_attn_backend().get_name()
-        isa = getattr(layer, "isa", "")  # CPU attention orders the keys of a block as its instructions like them
-        self._worker.register(
-            [kv_caches[name] for name in names],
-            WorkerFacts(
-                layers=tuple(extract_layer_index(name) for name in names),
-                heads=spec.num_kv_heads,
-                block_tokens=spec.block_size,
-                bytes_per_head=first.shape[3] * first.element_size(),
-                dtype=str(first.dtype).removeprefix("torch."),
-                format="vllm/" + ":".join(part for part in (backend.lower(), isa) if part),
-            ),
-        )
+        self._worker.register(*held_caches(self._vllm_config, self._kv_cache_config, kv_caches))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         facts = None if self._worker is None else self._worker.facts
@@ -169,6 +144,10 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # --- the scheduler's side ---------------------------------------------------------------------------------------
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        assert self._scheduler is not None
+        self._scheduler.null_block = gpu_block_pool.null_block.block_id
+
     @_shielded(lambda: None)
     def on_new_request(self, request: Any) -> None:
         assert self._scheduler is not None
@@ -182,7 +161,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         # Not shielded: a request whose load is never begun would wait for ever.
         assert self._scheduler is not None
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         assert self._scheduler is not None
@@ -194,7 +173,8 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         meta = connector_output.kv_connector_worker_meta
         report = meta.report if isinstance(meta, _Report) else WorkerReport()
         received = set(connector_output.finished_recving or ())
-        self._scheduler.heard(report, received, connector_output.invalid_block_ids)
+        failed = connector_output.failed_recving
+        self._scheduler.heard(report, received, connector_output.invalid_block_ids, failed)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -237,10 +217,11 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._worker is not None
         self._worker.end(self._work)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self._worker is not None
-        received, self._failed_blocks = self._worker.received(finished_req_ids, idle=self._work.idle)
-        return None, received or None
+        ended = self._worker.received(finished_req_ids, idle=self._work.idle)
+        self._failed_blocks = ended.failed_blocks
+        return KVConnectorTransferResults(finished_recving=ended.requests, failed_recving=ended.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
 
 from forebay.connectors.keys import STABLE_HASH, check_hash, model_digest, revision_digest, tiled, weights_digest
-from forebay.connectors.vllm.messages import WorkerFacts
+from forebay.connectors.vllm.messages import GroupFacts, WorkerFacts
 from forebay.connectors.vllm.settings import Settings
+from forebay.connectors.vllm.specs import cache_groups
 from forebay.errors import ConfigInvalid
 from forebay.ranks import held_tiles
 from forebay.schema import Group, HashAlgorithm, Schema
@@ -48,15 +49,7 @@ def check_supported(config: Any, kv_cache: Any) -> None:
     _need(parallel.decode_context_parallel_size == 1, "context parallelism yet", "decode_context_parallel_size")
     _need(parallel.prefill_context_parallel_size == 1, "context parallelism yet", "prefill_context_parallel_size")
     _need(config.speculative_config is None, "speculative decoding yet", "speculative_config")
-    groups = kv_cache.kv_cache_groups
-    _need(len(groups) == 1, f"models with {len(groups)} KV cache groups yet", "kv_cache_groups")
-    spec = groups[0].kv_cache_spec
-    plain = type(spec) is FullAttentionSpec and not isinstance(spec, MLAAttentionSpec)
-    _need(plain, f"{type(spec).__name__} yet", "kv_cache_spec")
-    _need(spec.kv_quant_mode == KVQuantMode.NONE, f"a {spec.kv_quant_mode.name} KV cache yet", "kv_cache_dtype")
-    packed = spec.page_size_padded is not None or spec.num_heads != spec.num_kv_heads or spec.tokens_per_state != 1
-    _need(not packed, "a KV cache whose blocks are packed or padded", "kv_cache_spec")
-    _need(spec.block_size == config.cache_config.block_size, "blocks of another size than their hashes", "block_size")
+    cache_groups(config, kv_cache)
     check_hash(config.cache_config.prefix_caching_hash_algo, setting=_HASH_SETTING)
 
 
@@ -67,7 +60,6 @@ def schema_of(config: Any, facts: WorkerFacts, settings: Settings) -> tuple[Sche
     ranks hold parts of heads.
     """
     notes = []
-    heads = config.model_config.get_total_num_kv_heads()
     ranks = config.parallel_config.tensor_parallel_size
     largest = max(settings.max_tensor_parallel, ranks)
     if largest > settings.max_tensor_parallel:
@@ -75,19 +67,43 @@ def schema_of(config: Any, facts: WorkerFacts, settings: Settings) -> tuple[Sche
             f"this engine has more ranks than max_tensor_parallel ({settings.max_tensor_parallel}): it shares blocks "
             f"only with engines that have max_tensor_parallel={ranks}"
         )
+    heads = config.model_config.get_total_num_kv_heads()
+    groups = tuple([_group(held, heads, ranks, largest) for held in facts.groups])
+    if ranks > 1 and any(group.kind == "mamba" for group in groups):
+        notes.append(
+            f"states of this model are cut by {ranks} ranks in a way that no other number of ranks can read: blocks "
+            f"are shared only with engines of tensor_parallel_size={ranks}"
+        )
+    schema, about_hashes = engine_schema(config, groups, facts.hash_tokens, settings)
+    return schema, about_hashes + notes
+
+
+def _group(held: GroupFacts, heads: int, ranks: int, largest: int) -> Group:
+    """A group of the schema from what a rank holds of it. Raises `GridInvalid`, and `ConfigInvalid`."""
+    if held.cache.kind == "mamba":
+        heads = ranks  # each rank's part of a state is one tile
+    elif max(1, heads // ranks) != held.heads:  # these layers have heads of their own number
+        if held.heads == 1 and ranks > 1:
+            raise ConfigInvalid(
+                f"one KV head a rank of {heads} in layers with fewer: how many there are cannot be told",
+                field="tensor_parallel_size",
+            )
+        heads = held.heads * ranks
     group = Group(
-        kind="full",
-        layers=facts.layers,
-        block_tokens=facts.block_tokens,
+        kind=held.cache.kind,
+        layers=held.layers,
+        block_tokens=held.cache.block_tokens,
         kv_heads=heads,
-        bytes_per_head=facts.bytes_per_head,
-        dtype=facts.dtype,
-        format=facts.format,
+        bytes_per_head=held.bytes_per_head,
+        dtype=held.dtype,
+        format=held.format,
+        required=held.cache.required,
     )
+    if held.cache.kind == "mamba":
+        return replace(group, head_groups=ranks)
     group = tiled(group, max_ranks=largest)
     held_tiles(group, 0, ranks)
-    schema, about_hashes = engine_schema(config, (group,), facts.block_tokens, settings)
-    return schema, about_hashes + notes
+    return group
 
 
 def engine_schema(

@@ -8,24 +8,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Load", "Save", "SessionOffer", "StepWork", "WorkerFacts", "WorkerReport"]
+from forebay.connectors.vllm.groups import CacheGroup, CacheGroups
+
+__all__ = ["GroupFacts", "Load", "Rows", "Save", "SessionOffer", "StepWork", "WorkerFacts", "WorkerReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """What a worker holds of one KV cache group's blocks: whole layers, of some heads.
+
+    ``layers`` are the model's layer numbers, ``heads`` how many KV heads are here, ``bytes_per_head`` K and V of one
+    token, ``format`` the order of bytes inside a tile: ``[layer][head][token]`` with whatever the attention backend
+    makes of a token's K and V, which is why it is named. A ``mamba`` group has no heads: its one is what a rank holds
+    of a layer's state, and ``bytes_per_head`` that state.
+    """
+
+    cache: CacheGroup
+    layers: tuple[int, ...]
+    heads: int
+    bytes_per_head: int
+    dtype: str
+    format: str
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What a worker holds of a block: whole layers, of some heads.
+    """What a worker holds, group by group, and over how many tokens the engine's block hashes are."""
 
-    ``layers`` are the model's layer numbers, ``heads`` how many KV heads are here, ``bytes_per_head`` K and V of one
-    token, ``format`` the order of bytes inside a tile: ``[layer][head][token]`` with whatever the attention backend
-    makes of a token's K and V, which is why it is named.
-    """
+    groups: tuple[GroupFacts, ...]
+    hash_tokens: int
 
-    layers: tuple[int, ...]
-    heads: int
-    block_tokens: int
-    bytes_per_head: int
-    dtype: str
-    format: str
+    @property
+    def cache_groups(self) -> CacheGroups:
+        """What all workers hold alike."""
+        return CacheGroups(tuple([group.cache for group in self.groups]), self.hash_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +54,34 @@ class SessionOffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Blocks to read for a request that waits for them: ``keys[i]`` into the engine's block ``blocks[i]``."""
+class Rows:
+    """Blocks of one group: ``keys[i]`` names the engine's block ``blocks[i]``."""
 
-    request: str
+    group: int
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """Blocks to read for a request that waits for them."""
+
+    request: str
+    rows: tuple[Rows, ...]
+
+    def __len__(self) -> int:
+        return sum(len(rows.keys) for rows in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
 class Save:
-    """Blocks that are whole after this step, to be stored."""
+    """Blocks of a group that are whole after this step, to be stored."""
 
     number: int
-    keys: tuple[bytes, ...]
-    blocks: tuple[int, ...]
+    rows: Rows
+
+    def __len__(self) -> int:
+        return len(self.rows.keys)
 
 
 @dataclass(frozen=True, slots=True)

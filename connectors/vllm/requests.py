@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from forebay.connectors.keys import block_key
+from forebay.connectors.vllm.groups import Presence
 
 __all__ = ["Probe", "Tracked"]
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the node said about a request's blocks, from the first on. ``variant`` is None where none may be shared."""
+    """What the node said about a request's blocks, by group, from the first on; see `of`.
+
+    ``variant`` is None where none may be shared.
+    """
 
     variant: bytes | None
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[tuple[str, ...], ...] = ()
+    present: tuple[Presence, ...] = ()
 
-    def present(self, first: int) -> int:
-        """How many blocks in a row are there from ``first`` on."""
-        count = 0
-        for reason in self.reasons[first:]:
-            if reason != "ok":
-                break
-            count += 1
-        return count
+    @classmethod
+    def of(cls, variant: bytes, reasons: Sequence[Sequence[str]]) -> Probe:
+        """From the node's word for each block."""
+        present = tuple([Presence([reason == "ok" for reason in row]) for row in reasons])
+        return cls(variant, tuple([tuple(row) for row in reasons]), present)
 
-    def has(self, block: int) -> bool:
+    def has(self, group: int, block: int) -> bool:
         """Whether a block is there, as far as the node was asked."""
-        return block < len(self.reasons) and self.reasons[block] == "ok"
+        return group < len(self.reasons) and block < len(self.reasons[group]) and self.reasons[group][block] == "ok"
 
 
 @dataclass(slots=True)
@@ -37,22 +40,23 @@ class Tracked:
     """One request of the engine (vLLM's `Request`), from its arrival to its end.
 
     ``asked_at_ms`` is when the probe was begun, ``preemptions`` how often the request had been preempted then.
-    ``first`` is the first block that the engine lacked when it last asked, ``wanted`` how many from there on are worth
-    loading, ``considered`` how many blocks were looked at for saving. ``loading`` are the engine's blocks of the load
-    under way, and ``failed`` whether a rank has said that it lacks one of them, as it may before the last one has
-    ended. A request whose load failed is ``computed``: it is not looked up again, so that it comes to an end.
+    ``start_tokens`` are what the engine had when it last asked, ``wanted_tokens`` how many after them are worth
+    loading, ``considered_tokens`` how many were looked at for saving. ``loading`` are the engine's blocks of the load
+    under way, where failures are told by block, and ``failed`` whether a rank has said that it lacks one of them, as
+    it may before the last one has ended. A request whose load failed is ``computed``: it is not looked up again, so
+    that it comes to an end.
     """
 
     request: Any
     probe: Future[Probe] | None = None
     asked_at_ms: int = 0
     preemptions: int = 0
-    first: int = 0
-    considered: int = 0
+    start_tokens: int = 0
+    wanted_tokens: int = 0
+    considered_tokens: int = 0
     loading: tuple[int, ...] = ()
     failed: bool = False
     counted: bool = False
-    wanted: int = 0
     computed: bool = False
 
     @property
@@ -73,7 +77,6 @@ class Tracked:
             self.probe = Future()
             self.probe.set_result(Probe(answer.variant))
 
-    def keys(self, variant: bytes, blocks: range) -> tuple[bytes, ...]:
-        """The keys of some of its blocks. The hashes are read anew each time: a resumed session changes them."""
-        hashes = self.request.block_hashes
-        return tuple([block_key(bytes(hashes[i]), variant) for i in blocks])
+    def key(self, variant: bytes, hashed: int) -> bytes:
+        """The key of the block that ends with a hash. They are read anew each time: a resumed session changes them."""
+        return block_key(bytes(self.request.block_hashes[hashed]), variant)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from forebay.client import WritePlan
 from forebay.connectors.vllm.counters import Counters
 from forebay.connectors.vllm.link import Link
-from forebay.connectors.vllm.messages import Save
+from forebay.connectors.vllm.messages import Rows, Save
 from forebay.ids import BlockKey
 
 __all__ = ["Saves"]
@@ -44,7 +44,7 @@ class Saves:
         self._calling = ThreadPoolExecutor(1, "forebay-plan")
         self._number = 0
         self._saving: dict[int, _Saving] = {}
-        self._keys: set[bytes] = set()
+        self._keys: set[tuple[int, bytes]] = set()
         self.hosts: dict[int, str] = {}
         """The NVMe host of each rank that has joined the session."""
 
@@ -62,20 +62,20 @@ class Saves:
         """Whether there are plans that workers wait for."""
         return any(not saving.told for saving in self._saving.values())
 
-    def has(self, key: bytes) -> bool:
+    def has(self, group: int, key: bytes) -> bool:
         """Whether a block is being saved."""
-        return key in self._keys
+        return (group, key) in self._keys
 
-    def begin(self, link: Link, scope: int, blocks: dict[bytes, int]) -> Save:
+    def begin(self, link: Link, scope: int, group: int, blocks: dict[bytes, int]) -> Save:
         """Save these blocks of the engine, by key."""
         self._number += 1
-        save = Save(self._number, tuple(blocks), tuple(blocks.values()))
+        save = Save(self._number, Rows(group, tuple(blocks), tuple(blocks.values())))
         plan = None
         if self._ranks > 1:
-            named = [BlockKey(key, 0, scope) for key in blocks]
+            named = [BlockKey(key, group, scope) for key in blocks]
             plan = self._calling.submit(self._plan, link, named, list(self.hosts.values()))
         self._saving[save.number] = _Saving(save, plan, told=plan is None)
-        self._keys.update(blocks)
+        self._keys.update((group, key) for key in blocks)
         return save
 
     def _plan(self, link: Link, keys: list[BlockKey], hosts: list[str]) -> WritePlan | None:
@@ -139,4 +139,5 @@ class Saves:
             _log.exception("a save was not given up")
 
     def _end(self, number: int) -> None:
-        self._keys.difference_update(self._saving.pop(number).save.keys)
+        rows = self._saving.pop(number).save.rows
+        self._keys.difference_update((rows.group, key) for key in rows.keys)

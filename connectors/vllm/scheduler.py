@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -18,8 +18,9 @@ from forebay.connectors.guard import Guard
 from forebay.connectors.keys import block_key, variant
 from forebay.connectors.vllm.adapters import Adapters
 from forebay.connectors.vllm.counters import Counters
+from forebay.connectors.vllm.groups import CacheGroups
 from forebay.connectors.vllm.link import Link
-from forebay.connectors.vllm.messages import Load, Save, SessionOffer, StepWork, WorkerReport
+from forebay.connectors.vllm.messages import Load, Rows, Save, SessionOffer, StepWork, WorkerReport
 from forebay.connectors.vllm.modes import ModeSwitch
 from forebay.connectors.vllm.requests import Probe, Tracked
 from forebay.connectors.vllm.saves import Saves
@@ -44,9 +45,11 @@ _LATE_MS = 100
 class SchedulerHalf:
     """Decides for all ranks. ``ranks`` is how many there are; `start` gives it the schema they agree on."""
 
-    def __init__(self, settings: Settings, block_tokens: int, ranks: int, counters: Counters, clock: Clock) -> None:
+    def __init__(self, settings: Settings, groups: CacheGroups, ranks: int, counters: Counters, clock: Clock) -> None:
         self._settings = settings
-        self._block_tokens = block_tokens
+        self._groups = groups
+        self.null_block: int | None = None
+        """What stands in the engine's block tables where a block is not needed."""
         self._ranks = ranks
         self._counters = counters
         self._clock = clock
@@ -57,19 +60,19 @@ class SchedulerHalf:
         self._stepped_ms = 0
         self._link: Link | None = None
         self._schema: Schema | None = None
-        self._block_bytes = 0
+        self._block_bytes: list[int] = []
         self._probing = ThreadPoolExecutor(2, "forebay-probe")
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._offer: SessionOffer | None = None
-        self._touched: OrderedDict[bytes, None] = OrderedDict()
+        self._touched: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._saves = Saves(ranks, settings.save_timeout_ms, counters)
 
     def start(self, schema: Schema, options: ClientOptions) -> None:
         """Connect to the node; if that fails, go on trying in the background."""
         settings = self._settings
         self._schema = schema
-        self._block_bytes = schema.groups[0].layout().value_bytes
+        self._block_bytes = [group.layout().value_bytes for group in schema.groups]
         what = f"forebay {settings.url} {settings.namespace}"
         self._link = Link(lambda: settings.connect(schema, options), self._clock, what)
         self._link.wait(options.connect_ms)
@@ -95,7 +98,7 @@ class SchedulerHalf:
         client = self._client()
         if client is None or tracked.computed or not tracked.plain or self._mode.now == "off":
             return
-        hashes = [bytes(block_hash) for block_hash in request.block_hashes[:MAX_BATCH_KEYS]]
+        hashes = [bytes(block_hash) for block_hash in request.block_hashes[: self._most_hashes]]
         tracked.asked_at_ms = self._clock.monotonic_ms()
         adapter, salt = request.lora_request, request.cache_salt or ""
         tracked.probe = self._probing.submit(self._probe, client, adapter, salt, hashes)
@@ -107,16 +110,31 @@ class SchedulerHalf:
             if content is None:
                 return Probe(None)
             prefix = variant(adapter=content, salt=salt)
-            if not hashes:
-                return Probe(prefix)
-            keys = self._settings.named(client, [block_key(block_hash, prefix) for block_hash in hashes])
-            reasons = client.match(keys, deadline_ms=self._settings.probe_timeout_ms).reasons
-            if self._link is not None:
-                self._link.note(reasons)
-            return Probe(prefix, reasons)
+            return Probe.of(prefix, self._match(client, prefix, hashes))
         except Exception:  # the engine must live on; the request is computed
             _log.exception("a lookup failed")
             return Probe(None)
+
+    @property
+    def _most_hashes(self) -> int:
+        """Of how many hashes all groups' blocks go into one call."""
+        blocks = sum(self._groups.unit_tokens // group.block_tokens for group in self._groups.groups)
+        return MAX_BATCH_KEYS // blocks * self._groups.unit_tokens // self._groups.hash_tokens
+
+    def _match(self, client: Client, prefix: bytes, hashes: Sequence[bytes]) -> list[tuple[str, ...]]:
+        """In a thread: the node's word for each whole block of each group."""
+        groups, keys = self._groups, []
+        counts = [groups.blocks(group, len(hashes) * groups.hash_tokens) for group in range(len(groups.groups))]
+        for group, count in enumerate(counts):
+            names = [block_key(hashes[groups.hashed(group, block)], prefix) for block in range(count)]
+            keys += self._settings.named(client, names, group)
+        if not keys:
+            return [() for _ in counts]
+        words = client.match(keys, deadline_ms=self._settings.probe_timeout_ms).reasons
+        if self._link is not None:
+            self._link.note(words)
+        ends = [sum(counts[: group + 1]) for group in range(len(counts))]
+        return [words[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after ``computed_tokens`` can be loaded, and that it takes a while; None: ask again."""
@@ -136,40 +154,57 @@ class SchedulerHalf:
                 tracked.counted = True
                 self._counters.add("missed_blocks", len(request.block_hashes), "deadline_exceeded")
             return 0, False
-        tracked.first = computed_tokens // self._block_tokens
-        blocks = answer.present(tracked.first)
+        if answer.variant is None:
+            return 0, False
+        start = tracked.start_tokens = computed_tokens
+        # The last token is computed again where all are there: on top of its block, which a window or a state forbids.
+        most = request.num_tokens if self._groups.plain else request.num_tokens - 1
         if not tracked.counted:
             tracked.counted = True
-            tracked.wanted = self._decide(answer, tracked.first, blocks)
-        blocks = min(blocks, tracked.wanted)
-        if not blocks or self._mode.now != "on" or self._session() is None:
+            tracked.wanted_tokens = self._decide(answer, start, self._groups.longest(answer.present, start, most))
+        tokens = self._groups.longest(answer.present, start, min(most, start + tracked.wanted_tokens)) - start
+        if not tokens or self._mode.now != "on" or self._session() is None:
             return 0, False
-        return blocks * self._block_tokens, True
+        return tokens, True
 
-    def _decide(self, answer: Probe, first: int, blocks: int) -> int:
-        """How many of the ``blocks`` that are there to load; counts the answer and the decision."""
+    def _decide(self, answer: Probe, start: int, end: int) -> int:
+        """How many of the tokens from ``start`` to ``end`` to load; counts the answer and the decision."""
+        groups, unit = self._groups, self._groups.unit_tokens
+        blocks = self._blocks(start, end)
         self._counters.add("hit_blocks", blocks)
-        for reason in answer.reasons[first + blocks :]:
-            self._counters.add("missed_blocks", reason="behind_gap" if reason == "ok" else reason)
+        for group, reasons in enumerate(answer.reasons):
+            for reason in reasons[groups.blocks(group, end) :]:
+                self._counters.add("missed_blocks", reason="behind_gap" if reason == "ok" else reason)
         if not blocks or not self._settings.guard:
-            return blocks
-        verdict = self._guard.verdict(blocks, self._block_tokens)
+            return end - start
+        verdict = self._guard.verdict((end - start) // unit, unit)
         self._counters.add("decisions", reason=verdict.reason)
-        if verdict.blocks < blocks:
-            self._counters.add("lost_blocks", blocks - verdict.blocks, "guard")
-        return verdict.blocks
+        wanted = groups.longest(answer.present, start, start + verdict.blocks * unit)
+        if wanted < end:
+            self._counters.add("lost_blocks", max(0, blocks - self._blocks(start, wanted)), "guard")
+        return wanted - start
 
-    def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
-        """The scheduler commits to loading ``tokens``, and ``blocks`` are the request's, from its first on."""
+    def _blocks(self, start: int, end: int) -> int:
+        """How many blocks of all groups are loaded for the tokens from ``start`` to ``end``."""
+        return sum(len(self._groups.rows(group, start, end)) for group in range(len(self._groups.groups)))
+
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], tokens: int) -> None:
+        """The scheduler commits to loading ``tokens``; ``tables`` are the request's blocks, by group."""
         tracked = self._requests.get(request.request_id)
         if not tokens or tracked is None:
             return
         answer = tracked.answer
         assert answer is not None and answer.variant is not None, "the scheduler was told that there is something"
-        rows = range(tracked.first, tracked.first + tokens // self._block_tokens)
-        tracked.loading, tracked.failed = tuple(blocks[rows.start : rows.stop]), False
-        self._guard.began(request.request_id, len(rows))
-        self._loads.append(Load(request.request_id, tracked.keys(answer.variant, rows), tracked.loading))
+        start, end = tracked.start_tokens, tracked.start_tokens + tokens
+        parts = []
+        for group, table in enumerate(tables):
+            rows = range(self._groups.blocks(group, start), self._groups.blocks(group, end))
+            held = [row for row in rows if table[row] != self.null_block]
+            keys = [tracked.key(answer.variant, self._groups.hashed(group, row)) for row in held]
+            parts.append(Rows(group, tuple(keys), tuple([table[row] for row in held])))
+        tracked.loading, tracked.failed = parts[0].blocks if self._groups.plain else (), False
+        self._guard.began(request.request_id, tokens // self._groups.unit_tokens)
+        self._loads.append(Load(request.request_id, tuple([part for part in parts if part.keys])))
 
     # --- each step --------------------------------------------------------------------------------------------------
 
@@ -229,43 +264,69 @@ class SchedulerHalf:
         client, link = self._client(), self._link
         if client is None or link is None or not self._saves.ready:
             return ()
-        blocks: dict[bytes, int] = {}
+        state = output.kv_connector_block_state
+        blocks: list[dict[bytes, int]] = [{} for _ in self._groups.groups]
         for ident, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(ident)
             if tracked is not None:
-                self._whole_blocks(tracked, scheduled, output.kv_connector_block_state, blocks)
-        rows, each = list(blocks.items()), min(MAX_BATCH_KEYS, max(1, _SAVE_BYTES // self._block_bytes))
-        scope = self._settings.scope_id(client)
-        return tuple([self._saves.begin(link, scope, dict(rows[i : i + each])) for i in range(0, len(rows), each)])
+                self._whole_blocks(tracked, scheduled, state, blocks)
+        for ident, states in state.boundary_state_offloads.items():
+            tracked = self._requests.get(ident)
+            for group, block, tokens in states:
+                if tracked is not None and tokens % self._groups.groups[group].block_tokens == 0:
+                    row = self._groups.blocks(group, tokens) - 1
+                    self._consider(tracked, tokens, group, {row: block}, blocks)
+        scope, saves = self._settings.scope_id(client), []
+        for group, found in enumerate(blocks):
+            rows, each = list(found.items()), min(MAX_BATCH_KEYS, max(1, _SAVE_BYTES // self._block_bytes[group]))
+            for i in range(0, len(rows), each):
+                saves.append(self._saves.begin(link, scope, group, dict(rows[i : i + each])))
+        return tuple(saves)
 
-    def _whole_blocks(self, tracked: Tracked, scheduled: int, state: Any, blocks: dict[bytes, int]) -> None:
-        """Add a request's blocks that are whole after this step, and that nobody has as far as is known, by key."""
+    def _whole_blocks(self, tracked: Tracked, scheduled: int, state: Any, blocks: list[dict[bytes, int]]) -> None:
+        """Add a request's blocks that are whole after this step, by group and key."""
+        request, groups = tracked.request, self._groups
+        # Tokens whose KV there will be, without those that are only guessed: the engine hashes accepted ones alone.
+        tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        tokens = min(tokens, len(request.block_hashes) * groups.hash_tokens)
+        if tracked.answer is None or tokens // groups.hash_tokens == tracked.considered_tokens // groups.hash_tokens:
+            return
+        tables = state.get_block_ids(request.request_id)
+        for group, spec in enumerate(groups.groups):
+            if spec.kind == "mamba":
+                continue  # of these the engine tells which block holds the state at which token
+            rows = range(groups.blocks(group, tracked.considered_tokens), groups.blocks(group, tokens))
+            held = {row: tables[group][row] for row in rows if tables[group][row] != self.null_block}
+            self._consider(tracked, tokens, group, held, blocks)
+        tracked.considered_tokens = tokens
+
+    def _consider(
+        self, tracked: Tracked, tokens: int, group: int, rows: Mapping[int, int], blocks: list[dict[bytes, int]]
+    ) -> None:
+        """Add those of a request's blocks that are to be saved, and that nobody has as far as is known."""
         request, answer = tracked.request, tracked.answer
         if answer is None or answer.variant is None or not tracked.plain:
             return
         if request.num_prompt_tokens < self._settings.save_min_tokens:
             return
-        # Tokens whose KV there will be, without those that are only guessed: the engine hashes accepted ones alone.
-        tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
         if self._settings.save == "prompt":
             tokens = min(tokens, request.num_prompt_tokens)
-        whole = min(tokens // self._block_tokens, len(request.block_hashes))
-        rows = range(tracked.considered, whole)
-        if not rows:
-            return
-        tracked.considered = whole
-        (table,) = state.get_block_ids(request.request_id)
-        for row, key in zip(rows, tracked.keys(answer.variant, rows), strict=True):
-            if answer.has(row) or self._saves.has(key) or key in blocks:
+        most = min(tokens, request.num_tokens, len(request.block_hashes) * self._groups.hash_tokens)
+        for row, block in rows.items():
+            if row >= self._groups.blocks(group, most) or answer.has(group, row):
                 continue
-            if self._settings.save != "second_touch" or self._touch(key):
-                blocks[key] = table[row]
+            key = tracked.key(answer.variant, self._groups.hashed(group, row))
+            if self._saves.has(group, key) or key in blocks[group]:
+                continue
+            if self._settings.save != "second_touch" or self._touch(group, key):
+                blocks[group][key] = block
 
-    def _touch(self, key: bytes) -> bool:
+    def _touch(self, group: int, key: bytes) -> bool:
         """Whether a block has come by before, as far as is remembered."""
-        known = key in self._touched
-        self._touched[key] = None
-        self._touched.move_to_end(key)
+        block = group, key
+        known = block in self._touched
+        self._touched[block] = None
+        self._touched.move_to_end(block)
         if len(self._touched) > _TOUCHED:
             self._touched.popitem(last=False)
         return known
@@ -277,8 +338,16 @@ class SchedulerHalf:
 
     # --- what workers tell ------------------------------------------------------------------------------------------
 
-    def heard(self, report: WorkerReport, received: set[str], failed_blocks: set[int]) -> None:
-        """What happened at the workers in a step: ``received`` are requests whose load has ended, well or not."""
+    def heard(
+        self, report: WorkerReport, received: set[str], failed_blocks: set[int], failed: Collection[str] = ()
+    ) -> None:
+        """What happened at the workers in a step: ``received`` are requests whose load has ended, well or not.
+
+        What was not loaded is told by the engine's block, or by request (``failed``).
+        """
+        for ident in failed:
+            if ident in self._requests:
+                self._requests[ident].failed = True
         if failed_blocks:
             for each in self._requests.values():
                 each.failed = each.failed or not failed_blocks.isdisjoint(each.loading)

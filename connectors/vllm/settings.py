@@ -130,7 +130,7 @@ class Settings:
         """The number of `scope` in the client's session."""
         return client.scope_ids.get(self.scope, 0)
 
-    def named(self, client: Client, keys: Iterable[bytes]) -> list[BlockKey]:
-        """Keys as the client takes them, in `scope`."""
+    def named(self, client: Client, keys: Iterable[bytes], group: int = 0) -> list[BlockKey]:
+        """Keys of a group as the client takes them, in `scope`."""
         scope = self.scope_id(client)
-        return [BlockKey(key, 0, scope) for key in keys]
+        return [BlockKey(key, group, scope) for key in keys]

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from forebay.ids import BlockKey
+
 VOCABULARY = 256
 _VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -36,13 +38,14 @@ SMALL_MODEL = {
 
 
 def make_model(directory: Path, sizes: dict[str, Any]) -> None:
-    """Random weights, large enough that every layer changes what comes out."""
+    """Random weights, large enough that every layer changes what comes out. ``sizes`` may name another ``config``."""
     import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    import transformers
 
     torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=VOCABULARY, max_position_embeddings=4096, **sizes)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    make = getattr(transformers, sizes.pop("config", "Qwen2Config"))
+    config = make(vocab_size=VOCABULARY, max_position_embeddings=4096, **sizes)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
 
 
 class Engine:
@@ -121,12 +124,30 @@ class Engine:
 
         return get_kv_transfer_group()._worker._link.client
 
-    def blocks(self) -> dict[str, Any]:
-        """Where each block that the engine's namespace has lies: volume and offset, by key."""
+    def blocks(self, group: int = 0) -> dict[str, Any]:
+        """Where each block of a group that the engine's namespace has lies: volume and offset, by key."""
         client = self._client()
-        keys = [block.key for block in client.list()]
+        keys = [BlockKey(block.key, group) for block in client.list(group=group)]
         stats = client.stat(keys) if keys else []
-        return {key.hex(): [s.block.volume, s.block.offset_bytes] for key, s in zip(keys, stats, strict=True)}
+        return {key.key.hex(): [s.block.volume, s.block.offset_bytes] for key, s in zip(keys, stats, strict=True)}
+
+    def delete(self, keys: list[str], group: int) -> dict[str, Any]:
+        """Delete blocks at the node."""
+        return {"done": self._client().delete([BlockKey(bytes.fromhex(key), group) for key in keys])}
+
+    def keys(self, prompt: list[int]) -> dict[str, Any]:
+        """The keys of a prompt's hashed blocks, as the engine hashes them."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        core = self.llm.llm_engine.engine_core.engine_core
+        request = Request("keys", prompt, SamplingParams(), None, block_hasher=core.request_block_hasher)
+        return {"keys": [bytes(each).hex() for each in request.block_hashes]}
+
+    def groups(self) -> dict[str, Any]:
+        """What the engine's KV cache groups are, by their numbers."""
+        groups = self.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler._groups
+        return {"kinds": [group.kind for group in groups.groups], "tokens": [g.block_tokens for g in groups.groups]}
 
     def forge(self) -> dict[str, Any]:
         """Put other bytes under every key that the engine's namespace has, as a whole and valid block."""

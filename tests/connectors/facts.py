@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from vllm.config.quantization import QuantizationConfigArgs
 
+from forebay.connectors.vllm.groups import CacheGroup
 from forebay.connectors.vllm.identity import schema_of
-from forebay.connectors.vllm.messages import WorkerFacts
+from forebay.connectors.vllm.messages import GroupFacts, WorkerFacts
 from forebay.connectors.vllm.settings import Settings
 
-FACTS = WorkerFacts((0, 1), 2, 16, 64, "float32", "test")
+FACTS = WorkerFacts((GroupFacts(CacheGroup("full", 16), (0, 1), 2, 64, "float32", "test"),), 16)
 SETTINGS = Settings(revision="test")
 
 

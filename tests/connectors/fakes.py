@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
+from forebay.connectors.vllm.groups import CacheGroup, CacheGroups
+
 BLOCK = 16
 BLOCKS = 5
+PLAIN = CacheGroups((CacheGroup("full", BLOCK),), BLOCK)
 
 
 @dataclass
@@ -31,6 +34,8 @@ class Output:
     """As much of vLLM's `SchedulerOutput`."""
 
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    boundary_state_offloads: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    tables: tuple[list[int], ...] = (list(range(100, 100 + BLOCKS + 5)),)
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -41,7 +46,7 @@ class Output:
         return self
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        return (list(range(100, 100 + BLOCKS + 5)),)
+        return self.tables
 
 
 @dataclass

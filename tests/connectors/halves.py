@@ -18,12 +18,12 @@ from forebay.client import ClientOptions
 from forebay.clock import SystemClock
 from forebay.connectors.keys import STABLE_HASH, tiled
 from forebay.connectors.vllm.counters import Counters
-from forebay.connectors.vllm.messages import WorkerFacts, WorkerReport
+from forebay.connectors.vllm.messages import GroupFacts, WorkerFacts, WorkerReport
 from forebay.connectors.vllm.scheduler import SchedulerHalf
 from forebay.connectors.vllm.settings import Settings
 from forebay.connectors.vllm.worker import WorkerHalf
 from forebay.schema import Group, HashAlgorithm, Schema
-from tests.connectors.fakes import BLOCK, BLOCKS, Output, Request, hashes
+from tests.connectors.fakes import BLOCK, BLOCKS, PLAIN, Output, Request, hashes
 
 HEADS, LAYERS, CONTENT = 4, 3, 10
 ROWS = 120
@@ -42,14 +42,15 @@ class Engine:
         self.cache = torch.rand((LAYERS, ROWS, HEADS, BLOCK, CONTENT))
         self.counters = Counters()
         self.counts: dict[str, float] = {}
-        self.scheduler = SchedulerHalf(settings, BLOCK, ranks, self.counters, SystemClock())
+        self.scheduler = SchedulerHalf(settings, PLAIN, ranks, self.counters, SystemClock())
         self.scheduler.start(SCHEMA, OPTIONS)
         self.workers = []
         each = HEADS // ranks
         for rank in range(ranks):
             worker = WorkerHalf(settings, (rank, ranks), self.counters, OPTIONS, SystemClock())
-            mine = [layer[:, rank * each : (rank + 1) * each] for layer in self.cache]
-            worker.register(mine, WorkerFacts(tuple(range(LAYERS)), each, BLOCK, CONTENT * 4, "float32", "test"))
+            mine = [[layer[:, rank * each : (rank + 1) * each]] for layer in self.cache]
+            held = GroupFacts(PLAIN.groups[0], tuple(range(LAYERS)), each, CONTENT * 4, "float32", "test")
+            worker.register([mine], WorkerFacts((held,), BLOCK))
             self.workers.append(worker)
         self.received: dict[str, int] = {}
         self.failed: set[int] = set()
@@ -61,12 +62,12 @@ class Engine:
         for worker in self.workers:
             worker.begin(work)
             worker.end(work)
-            received, lost = worker.received(set(ended), idle=work.idle)
-            for ident in received:
+            seen = worker.received(set(ended), idle=work.idle)
+            for ident in seen.requests:
                 self.received[ident] = self.received.get(ident, 0) + 1
                 if self.received[ident] == len(self.workers):
                     done.add(ident)
-            failed |= lost
+            failed |= seen.failed_blocks
             report.add(worker.report())
         self.failed |= failed
         self.scheduler.heard(report, done, self.failed)
@@ -104,7 +105,7 @@ class Engine:
         """Load a request into the rows from ``first`` on; which of its blocks are missing."""
         tokens = self.ask(request)
         rows = list(range(first, first + BLOCKS))
-        self.scheduler.allocated(request, rows, tokens)
+        self.scheduler.allocated(request, [rows], tokens)
         self.failed = set()
         self.until(lambda: self.received.get(request.request_id, 0) == len(self.workers))
         return {row - first for row in self.failed}
@@ -141,7 +142,7 @@ def main(url: str) -> None:
     assert two.ask(gone) == BLOCKS * BLOCK
     client = one.workers[0]._link.client  # type: ignore[union-attr]
     client.delete([hashes("1")[3]])  # type: ignore[union-attr]
-    two.scheduler.allocated(gone, list(range(60, 60 + BLOCKS)), BLOCKS * BLOCK)
+    two.scheduler.allocated(gone, [list(range(60, 60 + BLOCKS))], BLOCKS * BLOCK)
     two.failed = set()
     two.until(lambda: two.received.get("gone", 0) == 2)
     seen["missing"] = sorted(row - 60 for row in two.failed)
@@ -150,7 +151,7 @@ def main(url: str) -> None:
     # One that is given up: it ends, and says what it did not load.
     given_up = Request("given up", hashes("2"))
     tokens = one.ask(given_up)
-    one.scheduler.allocated(given_up, list(range(80, 80 + BLOCKS)), tokens)
+    one.scheduler.allocated(given_up, [list(range(80, 80 + BLOCKS))], tokens)
     one.step(Output(), ["given up"])
     one.until(lambda: "given up" in one.received)
     seen["ended"] = one.received["given up"]
@@ -170,7 +171,7 @@ def main(url: str) -> None:
     # A copy that fails: the save has ended, and holds no memory.
     spoilt = Request("spoilt", hashes("spoilt"))
     assert one.ask(spoilt) == 0
-    one.workers[0]._tensors.gather = None  # type: ignore[union-attr,method-assign]
+    one.workers[0]._groups[0].tensors.gather = None  # type: ignore[assignment,method-assign]
     one.step(Output({spoilt.request_id: spoilt.num_prompt_tokens}))
     seen["unstored"] = one.counts["unstored_blocks:error"]
     seen["left over"] = [len(one.scheduler._saves._saving), one.workers[0]._staged_bytes]

@@ -31,7 +31,7 @@ def test_a_node_that_is_left_alone_is_asked_for_no_plan() -> None:
     counters, link = Counters(), Away()
     saves = Saves(2, 30_000, counters)
     saves.hosts = {0: "a", 1: "b"}
-    numbers = [saves.begin(cast(Link, link), 0, {bytes([i]): i}).number for i in range(3)]
+    numbers = [saves.begin(cast(Link, link), 0, 0, {bytes([i]): i}).number for i in range(3)]
     dropped: list[int] = []
 
     def told() -> bool:
@@ -43,5 +43,5 @@ def test_a_node_that_is_left_alone_is_asked_for_no_plan() -> None:
     eventually(told, "the end of all")
     assert dropped == numbers and link.calls == 1
     assert counters.take() == {"unstored_blocks:unavailable": 2}
-    assert not any(saves.has(bytes([i])) for i in range(3))
+    assert not any(saves.has(0, bytes([i])) for i in range(3))
     saves.close()

@@ -16,13 +16,13 @@ from forebay.clock import SystemClock
 from forebay.connectors.keys import STABLE_HASH, tiled
 from forebay.connectors.vllm import scheduler
 from forebay.connectors.vllm.counters import Counters
-from forebay.connectors.vllm.messages import StepWork, WorkerReport
+from forebay.connectors.vllm.messages import Load, Rows, StepWork, WorkerReport
 from forebay.connectors.vllm.scheduler import SchedulerHalf
 from forebay.connectors.vllm.settings import Settings
 from forebay.ranks import held_tiles
 from forebay.schema import Group, HashAlgorithm, Schema
 from tests.client.conftest import NodeProcess, eventually
-from tests.connectors.fakes import BLOCK, BLOCKS, Adapter, Output, Request, hashes
+from tests.connectors.fakes import BLOCK, BLOCKS, PLAIN, Adapter, Output, Request, hashes
 
 GROUP = tiled(Group("full", (0, 1), BLOCK, 2, 64, "float32", "test"), max_ranks=2)
 VALUE = bytes(range(256)) * (GROUP.layout().value_bytes // 256)
@@ -38,7 +38,7 @@ class Bench:
         self.counts: dict[str, float] = {}
         config = {"url": node.url, "token_file": str(node.data / "admin.token"), "guard": False, **settings}
         config.setdefault("probe_timeout_ms", 30_000)
-        self.half = SchedulerHalf(Settings.from_config(config), BLOCK, ranks, self.counters, SystemClock())
+        self.half = SchedulerHalf(Settings.from_config(config), PLAIN, ranks, self.counters, SystemClock())
         self.half.start(self.schema, ClientOptions(attempt_ms=20_000, connect_ms=20_000))
 
     def client(self) -> Client:
@@ -109,10 +109,10 @@ def test_what_nobody_has_is_computed_and_saved_as_it_gets_whole(make: Make) -> N
     assert bench.arrive(request) == (0, False)
     assert bench.count("missed_blocks:absent") == BLOCKS
     (first,) = bench.compute(request, 2 * BLOCK + 3).saves
-    assert first.keys == tuple(hashes("a")[:2]) and first.blocks == (100, 101)
+    assert first.rows.keys == tuple(hashes("a")[:2]) and first.rows.blocks == (100, 101)
     assert bench.compute(request, 5).saves == (), "no further block is whole"
     (second,) = bench.compute(request, request.num_prompt_tokens - request.num_computed_tokens).saves
-    assert second.keys == tuple(hashes("a")[2:]) and second.blocks == (102, 103, 104)
+    assert second.rows.keys == tuple(hashes("a")[2:]) and second.rows.blocks == (102, 103, 104)
 
 
 def test_a_long_step_is_saved_in_parts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,13 +120,13 @@ def test_a_long_step_is_saved_in_parts(make: Make, monkeypatch: pytest.MonkeyPat
     bench, request = make(), Request("r", hashes("a"))
     bench.arrive(request)
     saves = bench.compute(request, request.num_prompt_tokens).saves
-    assert [save.keys for save in saves] == [tuple(hashes("a")[i : i + 2]) for i in (0, 2, 4)]
-    assert [save.blocks for save in saves] == [(100, 101), (102, 103), (104,)]
+    assert [save.rows.keys for save in saves] == [tuple(hashes("a")[i : i + 2]) for i in (0, 2, 4)]
+    assert [save.rows.blocks for save in saves] == [(100, 101), (102, 103), (104,)]
     bench.half.heard(WorkerReport(saved={saves[0].number: 1}), set(), set())
     other = Request("o", hashes("a"))
     bench.arrive(other)
     (again,) = bench.compute(other, other.num_prompt_tokens).saves
-    assert again.keys == tuple(hashes("a")[:2]), "the others are under way"
+    assert again.rows.keys == tuple(hashes("a")[:2]), "the others are under way"
 
 
 def test_decoded_tokens_count_once_they_are_accepted(make: Make) -> None:
@@ -139,7 +139,7 @@ def test_decoded_tokens_count_once_they_are_accepted(make: Make) -> None:
     request.block_hashes.append(hashes("a", 6)[5])
     request.num_computed_tokens = request.num_tokens - 1
     (save,) = bench.compute(request, 1).saves
-    assert save.keys == (hashes("a", 6)[5],) and save.blocks == (105,)
+    assert save.rows.keys == (hashes("a", 6)[5],) and save.rows.blocks == (105,)
 
 
 @pytest.mark.parametrize(("policy", "saved"), [("all", BLOCKS + 1), ("prompt", BLOCKS), ("none", 0)])
@@ -147,7 +147,7 @@ def test_policies_of_saving(make: Make, policy: str, saved: int) -> None:
     bench, request = make(save=policy), Request("r", hashes("a", BLOCKS + 1))
     request.num_tokens += BLOCK
     bench.arrive(request)
-    assert sum(len(save.keys) for save in bench.compute(request, request.num_tokens).saves) == saved
+    assert sum(len(save) for save in bench.compute(request, request.num_tokens).saves) == saved
 
 
 def test_a_prompt_that_is_too_short_is_not_saved(make: Make) -> None:
@@ -166,7 +166,7 @@ def test_blocks_are_saved_when_they_come_by_again(make: Make) -> None:
         bench.arrive(request)
     assert bench.compute(first, first.num_prompt_tokens).saves == ()
     (save,) = bench.compute(second, second.num_prompt_tokens).saves
-    assert save.keys == tuple(hashes("n", 3)) and save.blocks == (100, 101, 102)
+    assert save.rows.keys == tuple(hashes("n", 3)) and save.rows.blocks == (100, 101, 102)
 
 
 def test_a_run_of_blocks_after_the_local_hit_is_loaded(make: Make) -> None:
@@ -175,22 +175,22 @@ def test_a_run_of_blocks_after_the_local_hit_is_loaded(make: Make) -> None:
     assert bench.arrive(request, BLOCK) == (2 * BLOCK, True)
     assert bench.count("hit_blocks") == 2
     assert bench.count("missed_blocks:absent") == bench.count("missed_blocks:behind_gap") == 1
-    bench.half.allocated(request, [7, 8, 9], 2 * BLOCK)
+    bench.half.allocated(request, [[7, 8, 9]], 2 * BLOCK)
     (load,) = bench.half.step(Output()).loads
-    assert (load.request, load.keys, load.blocks) == ("r", tuple(request.block_hashes[1:3]), (8, 9))
-    bench.half.allocated(request, [7, 8, 9, 10], 0)
+    assert load == Load("r", (Rows(0, tuple(request.block_hashes[1:3]), (8, 9)),))
+    bench.half.allocated(request, [[7, 8, 9, 10]], 0)
     assert bench.half.step(Output()).loads == (), "the second call of an asynchronous load says nothing"
     bench.half.heard(WorkerReport(loaded={"r": 0.1}), {"r"}, set())
     request.num_computed_tokens = 3 * BLOCK
     (save,) = bench.compute(request, 2 * BLOCK + 7).saves
-    assert save.keys == (request.block_hashes[3],), "what the node has is not saved again"
+    assert save.rows.keys == (request.block_hashes[3],), "what the node has is not saved again"
 
 
 def test_a_request_whose_load_failed_is_not_asked_again_and_saved_anew(make: Make) -> None:
     bench, request = make(), Request("r", hashes("c"))
     bench.put(request.block_hashes)
     assert bench.arrive(request) == (BLOCKS * BLOCK, True)
-    bench.half.allocated(request, list(range(BLOCKS)), BLOCKS * BLOCK)
+    bench.half.allocated(request, [list(range(BLOCKS))], BLOCKS * BLOCK)
     bench.half.step(Output())
     bench.half.heard(WorkerReport(loaded={"r": 0.1}), {"r"}, {2})
     assert bench.half.matched(request, 0) == (0, False), "however often vLLM comes back: no livelock"
@@ -205,7 +205,7 @@ def test_one_rank_may_say_that_it_lacks_a_block_before_the_last_one_has_ended(ma
     bench, request = make(ranks=2), Request("r", hashes("c"))
     bench.put(request.block_hashes)
     assert bench.arrive(request) == (BLOCKS * BLOCK, True)
-    bench.half.allocated(request, list(range(BLOCKS)), BLOCKS * BLOCK)
+    bench.half.allocated(request, [list(range(BLOCKS))], BLOCKS * BLOCK)
     bench.half.step(Output())
     bench.half.heard(WorkerReport(loaded={"r": 0.1}), set(), {0})
     bench.half.heard(WorkerReport(loaded={"r": 0.2}), {"r"}, set())
@@ -216,11 +216,11 @@ def test_blocks_of_a_failed_load_are_saved_again(make: Make) -> None:
     bench, request = make(), Request("r", hashes("d"))
     bench.put(request.block_hashes)
     bench.arrive(request)
-    bench.half.allocated(request, list(range(BLOCKS)), BLOCKS * BLOCK)
+    bench.half.allocated(request, [list(range(BLOCKS))], BLOCKS * BLOCK)
     bench.half.step(Output())
     bench.half.heard(WorkerReport(), {"r"}, {0, 1, 2, 3, 4})
     (save,) = bench.compute(request, request.num_prompt_tokens).saves
-    assert save.keys == tuple(request.block_hashes), "the node sorts out which of them it still has"
+    assert save.rows.keys == tuple(request.block_hashes), "the node sorts out which of them it still has"
 
 
 def test_a_preempted_request_is_asked_about_anew(make: Make) -> None:
@@ -266,7 +266,7 @@ def test_what_cannot_be_told_apart_is_left_alone(make: Make) -> None:
     salted = Request("s", hashes("h"), cache_salt="x")
     assert bench.arrive(salted) == (0, False)
     (save,) = bench.compute(salted, salted.num_prompt_tokens).saves
-    assert {len(key) for key in save.keys} == {64}
+    assert {len(key) for key in save.rows.keys} == {64}
 
 
 def test_the_guard_has_the_last_word(make: Make) -> None:
@@ -274,7 +274,7 @@ def test_the_guard_has_the_last_word(make: Make) -> None:
     bench.put(hashes("i"))
     first, second = Request("x", hashes("i")), Request("y", hashes("i"))
     assert bench.arrive(first) == (BLOCKS * BLOCK, True)
-    bench.half.allocated(first, list(range(BLOCKS)), BLOCKS * BLOCK)
+    bench.half.allocated(first, [list(range(BLOCKS))], BLOCKS * BLOCK)
     bench.half.heard(WorkerReport(loaded={"x": 0.5}), {"x"}, set())
     assert bench.arrive(second) == (0, False)
     assert bench.count("decisions:unknown") == bench.count("decisions:slower") == 1
@@ -309,7 +309,7 @@ def test_workers_have_a_session_for_whatever_they_are_to_do(make: Make) -> None:
     for _ in range(3):
         link.note(["unavailable"])
     assert link.client is None, "the node is left alone from now on"
-    bench.half.allocated(stored, list(range(BLOCKS)), BLOCKS * BLOCK)
+    bench.half.allocated(stored, [list(range(BLOCKS))], BLOCKS * BLOCK)
     work = bench.compute(new, new.num_prompt_tokens)
     assert work.offer is not None and work.loads
 

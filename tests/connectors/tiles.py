@@ -64,14 +64,14 @@ def check(layout: str, dtype: Any, heads: int, most: int, layer_groups: int) -> 
             first = rank * heads // ranks
             views = [view[:, first : first + mine] for view in whole]
             tiles = held_tiles(group, rank, ranks)
-            tensors = BlockTensors(views, group, mine)
+            tensors = BlockTensors([[view] for view in views], group, mine)
             values = torch.empty((len(ROWS), tensors.value_bytes), dtype=torch.uint8)
             tensors.gather(ROWS, values)
             for row, block in enumerate(ROWS):
                 assert bytes(values[row].tolist()) == expected(views, group, tiles, block, first)
             others = [view[:, first : first + mine] for view in caches(layout, layers, heads, content, dtype)]
             before = [other.clone() for other in others]
-            BlockTensors(others, group, mine).scatter(ROWS, values)
+            BlockTensors([[other] for other in others], group, mine).scatter(ROWS, values)
             for view, other, old in zip(views, others, before, strict=True):
                 for block in range(BLOCKS):
                     want = view if block in ROWS else old

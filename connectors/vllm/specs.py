@@ -1,0 +1,139 @@
+"""vLLM's KV cache specifications, and the tensors made by them, as groups of a schema; refuses what is not known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVQuantMode,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from forebay.connectors.vllm.groups import CacheGroup, CacheGroups
+from forebay.connectors.vllm.messages import GroupFacts, WorkerFacts
+from forebay.errors import ConfigInvalid
+
+__all__ = ["cache_groups", "held_caches"]
+
+
+def cache_groups(config: Any, kv_cache: Any) -> CacheGroups:
+    """The groups of an engine, from vLLM's `VllmConfig` and `KVCacheConfig`, by vLLM's numbers.
+
+    Raises `ConfigInvalid` for kinds that this connector does not know, in words that say what it is about.
+    """
+    _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache, config)
+    groups = []
+    for group in kv_cache.kv_cache_groups:
+        if not group.enable_kv_transfer or group.host_resident or group.is_eagle_group:
+            raise _unsupported("a KV cache group that is rebuilt, kept on the host or of a draft model")
+        groups.append(_cache_group(group.kv_cache_spec))
+    for cache in groups:
+        if cache.block_tokens % hash_tokens:
+            raise _unsupported(f"blocks of {cache.block_tokens} tokens over hashes of {hash_tokens}", "block_size")
+    return CacheGroups(tuple(groups), hash_tokens)
+
+
+def _unsupported(what: str, field: str = "kv_cache_spec") -> ConfigInvalid:
+    return ConfigInvalid(f"the vLLM connector does not support {what}", field=field)
+
+
+def _cache_group(spec: Any) -> CacheGroup:
+    """One specification. Subclasses (MLA, sinks, compressed windows) are other kinds, and not taken for their bases."""
+    if type(spec) is MambaSpec:
+        if spec.mamba_cache_mode != "align":
+            raise _unsupported(
+                f"a state space model whose states are kept in mode {spec.mamba_cache_mode!r}: the engine says which "
+                "block holds which state in mode 'align' only (--mamba-cache-mode align)",
+                "mamba_cache_mode",
+            )
+        if spec.num_speculative_blocks:
+            raise _unsupported("a state space model with speculative decoding", "speculative_config")
+        return CacheGroup("mamba", spec.block_size)
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec):
+        raise _unsupported(f"{type(spec).__name__} yet")
+    if spec.kv_quant_mode != KVQuantMode.NONE:
+        raise _unsupported(f"a {spec.kv_quant_mode.name} KV cache yet", "kv_cache_dtype")
+    if spec.num_heads != spec.num_kv_heads or spec.state_content_bytes is not None or spec.tokens_per_state != 1:
+        raise _unsupported("a KV cache whose blocks are packed")
+    if type(spec) is SlidingWindowSpec:
+        if spec.extra_retained_tokens:
+            raise _unsupported("a sliding window that keeps tokens for drafts", "speculative_config")
+        return CacheGroup("sliding", spec.block_size, spec.sliding_window)
+    if type(spec) is ChunkedLocalAttentionSpec:
+        return CacheGroup("chunked", spec.block_size, spec.attention_chunk_size)
+    return CacheGroup("full", spec.block_size)
+
+
+def held_caches(
+    config: Any, kv_cache: Any, kv_caches: Mapping[str, Any]
+) -> tuple[Sequence[Sequence[Sequence[Any]]], WorkerFacts]:
+    """What a worker holds: of each group, and of each of its layers, the tensors ``[blocks, …]``; and what they are.
+
+    Raises `ConfigInvalid` for tensors of other shapes than are known.
+    """
+    groups = cache_groups(config, kv_cache)
+    caches: list[Sequence[Sequence[Any]]] = []
+    facts: list[GroupFacts] = []
+    for group, cache in zip(kv_cache.kv_cache_groups, groups.groups, strict=True):
+        names = sorted(group.layer_names, key=extract_layer_index)
+        layer = config.compilation_config.static_forward_context[names[0]]
+        make = _states if cache.kind == "mamba" else _attention
+        tensors, about = make(group.kv_cache_spec, kv_cache.num_blocks, {name: kv_caches[name] for name in names})
+        caches.append(tensors)
+        indices = tuple([extract_layer_index(name) for name in names])
+        heads, bytes_per_head, dtype, details = about
+        parts = ["vllm/" + layer.get_attn_backend().get_name().lower(), *details]
+        if isa := getattr(layer, "isa", ""):  # CPU attention orders the keys of a block as its instructions like them
+            parts.append(isa)
+        facts.append(GroupFacts(cache, indices, heads, bytes_per_head, dtype, ":".join(parts)))
+    return caches, WorkerFacts(tuple(facts), groups.hash_tokens)
+
+
+_About = tuple[int, int, str, list[str]]
+"""Heads, bytes of each, type, and what else makes the order of bytes."""
+
+
+def _attention(spec: Any, blocks: int, kv_caches: Mapping[str, Any]) -> tuple[list[list[Any]], _About]:
+    tensors, details = [], []
+    for name, cache in kv_caches.items():
+        # The backend may like smaller blocks than the scheduler's: a whole number of them, one after the other.
+        split, rest = divmod(cache.shape[0], blocks)
+        known = (blocks * split, spec.num_kv_heads, spec.block_size // max(1, split))
+        if cache.ndim != 4 or rest or tuple(cache.shape[:3]) != known or cache.stride(3) != 1:
+            raise ConfigInvalid(
+                f"the KV cache of {name} is {tuple(cache.shape)} with strides {cache.stride()}, and this connector "
+                f"knows {(blocks, spec.num_kv_heads, spec.block_size, 'content')}, or smaller blocks, with the content "
+                "of a token contiguous",
+                field="kv_cache_layout",
+            )
+        if split > 1:
+            details = [f"by{known[2]}"]
+        tensors.append([cache.unflatten(0, (blocks, split)).transpose(1, 2) if split > 1 else cache])
+    first = next(iter(kv_caches.values()))
+    dtype = str(first.dtype).removeprefix("torch.")
+    return tensors, (spec.num_kv_heads, first.shape[3] * first.element_size(), dtype, details)
+
+
+def _states(spec: Any, blocks: int, kv_caches: Mapping[str, Any]) -> tuple[list[list[Any]], _About]:
+    tensors = []
+    for name, states in kv_caches.items():
+        held = list(states) if isinstance(states, list | tuple) else [states]
+        known = [(blocks, *shape) for shape in spec.shapes]
+        if [tuple(state.shape) for state in held] != known or any(state.stride(-1) != 1 for state in held):
+            raise ConfigInvalid(
+                f"the states of {name} are {[tuple(state.shape) for state in held]}, and this connector knows {known}",
+                field="kv_cache_layout",
+            )
+        tensors.append(held)
+    held = tensors[0]
+    dtypes = [str(state.dtype).removeprefix("torch.") for state in held]
+    size = sum(math.prod(state.shape[1:]) * state.element_size() for state in held)
+    shapes = ["x".join(str(axis) for axis in state.shape[1:]) for state in held]
+    return tensors, (1, size, "+".join(dtypes), shapes)

@@ -1,0 +1,139 @@
+"""Models of several KV cache groups: each has what it needs at the node, and nothing more is asked of it.
+
+Two engines, each a process of its own; between them the node is killed and started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.client.conftest import NodeProcess, eventually
+from tests.connectors.process import BLOCK, BLOCKS, WHOLE, EngineProcess, prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+GEMMA = {
+    "config": "Gemma3TextConfig",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "sliding_window": 2 * BLOCK,
+    "query_pre_attn_scalar": 32,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+NEEDED = 2
+"""Blocks of a sliding group that the next token looks at."""
+PLENTY = {"probe_timeout_ms": 30_000, "load_timeout_ms": 30_000}
+
+
+class Hybrid:
+    """A node, what every prompt is answered with, and a second engine after the node was killed and started."""
+
+    SHARED, HELD, SHORT, ROTTEN, MIXED = (prompt(seed) for seed in range(20, 25))
+    EVERYTHING = (SHARED, HELD, SHORT, ROTTEN, MIXED)
+
+    def __init__(self, directory: Path) -> None:
+        self.node = NodeProcess(directory / "data")
+        self.model = directory / "model"
+        first = self.start(directory / "first.log")
+        try:
+            self.groups = first.ask("groups")["kinds"]
+            self.answers = first.generate(*self.EVERYTHING)["tokens"]
+            eventually(lambda: self.stored(first) == 2 * BLOCKS * len(self.EVERYTHING), "all blocks", 60)
+            first.end()
+            self.node.kill()
+            self.node.start()
+            self.engine = self.start(directory / "second.log")
+            eventually(lambda: self.engine.ask("connected")["both"], "the second engine's session", 60)
+        except BaseException:
+            first.kill()
+            self.node.stop()
+            raise
+
+    def start(self, log: Path) -> EngineProcess:
+        return EngineProcess(self.node, self.model, log, extra=PLENTY, sizes=GEMMA)
+
+    @staticmethod
+    def stored(engine: EngineProcess) -> float:
+        engine.generate([1, 2, 3])  # counts come with the engine's steps
+        return engine.count("forebay_stored_blocks")
+
+    @property
+    def sliding(self) -> int:
+        return int(self.groups.index("sliding"))
+
+    def again(self, prompt: list[int]) -> tuple[int, float]:
+        """The same tokens with nothing in the engine's own cache: how many were hits, and how many blocks were read."""
+        assert self.engine.ask("forget") == {"dropped": True}
+        before = self.count("loaded_blocks")
+        answer = self.engine.generate(prompt)
+        assert answer["tokens"] == [self.answers[self.EVERYTHING.index(prompt)]]
+        return int(answer["cached"][0]), self.count("loaded_blocks") - before
+
+    def count(self, name: str) -> float:
+        return self.engine.count(f"forebay_{name}")
+
+    def keys(self, prompt: list[int]) -> list[str]:
+        """The keys of a prompt's blocks, which are the same in both groups."""
+        keys: list[str] = self.engine.ask("keys", prompt=prompt)["keys"]
+        return keys
+
+    def delete(self, keys: list[str], group: int) -> None:
+        done: dict[str, Any] = self.engine.ask("delete", keys=keys, group=group)
+        assert done == {"done": ["ok"] * len(keys)}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrid]:
+    hybrid = Hybrid(tmp_path_factory.mktemp("hybrid"))
+    yield hybrid
+    hybrid.engine.kill()
+    hybrid.node.stop()
+
+
+def test_another_process_finds_a_window_of_one_group_and_all_of_the_other(hybrid: Hybrid) -> None:
+    assert sorted(hybrid.groups) == ["full", "sliding"]
+    assert hybrid.again(hybrid.SHARED) == (WHOLE, BLOCKS + NEEDED)
+
+
+def test_what_lies_behind_the_window_is_not_missed(hybrid: Hybrid) -> None:
+    hybrid.delete(hybrid.keys(hybrid.HELD)[: BLOCKS - NEEDED], hybrid.sliding)
+    assert hybrid.again(hybrid.HELD) == (WHOLE, BLOCKS + NEEDED)
+
+
+def test_a_hit_is_as_long_as_every_group_has_what_it_needs(hybrid: Hybrid) -> None:
+    hybrid.delete(hybrid.keys(hybrid.SHORT)[BLOCKS - 1 : BLOCKS], hybrid.sliding)
+    assert hybrid.again(hybrid.SHORT) == (WHOLE - BLOCK, BLOCKS - 1 + NEEDED)
+    eventually(lambda: hybrid.again(hybrid.SHORT) == (WHOLE, BLOCKS + NEEDED), "what was computed is stored", 60)
+
+
+def test_one_block_of_the_window_that_rotted_is_computed_around(hybrid: Hybrid) -> None:
+    key = hybrid.keys(hybrid.ROTTEN)[BLOCKS - 1]
+    volume, offset_bytes = hybrid.engine.ask("blocks", group=hybrid.sliding)[key]
+    (path,) = hybrid.node.data.rglob(f"volumes/{volume}.vol")
+    with path.open("r+b") as file:
+        file.seek(offset_bytes + 100)
+        (byte,) = file.read(1)
+        file.seek(offset_bytes + 100)
+        file.write(bytes([byte ^ 1]))
+    hybrid.again(hybrid.ROTTEN)  # vLLM goes on to count what it planned to load as cached
+    assert hybrid.count("lost_blocks:checksum_mismatch") == 1
+    eventually(lambda: hybrid.again(hybrid.ROTTEN) == (WHOLE, BLOCKS + NEEDED), "whole again", 60)
+
+
+def test_local_and_external_hits_add_up(hybrid: Hybrid) -> None:
+    assert hybrid.engine.ask("forget") == {"dropped": True}
+    assert hybrid.engine.generate(hybrid.MIXED[: 3 * BLOCK + 5])["cached"] == [3 * BLOCK]
+    before = hybrid.count("loaded_blocks")
+    answer = hybrid.engine.generate(hybrid.MIXED)
+    assert answer["cached"] == [WHOLE] and answer["tokens"] == [hybrid.answers[hybrid.EVERYTHING.index(hybrid.MIXED)]]
+    assert hybrid.count("loaded_blocks") - before == (BLOCKS - 3) + NEEDED
