@@ -29,7 +29,8 @@ from forebay.client.results import (
     WatchEvent,
 )
 from forebay.client.rpc import NodeAddress, Rpc, find_token
-from forebay.client.session import Opening, Session, SessionView, TransportFactory, nvme_tcp
+from forebay.client.session import Opening, Session, SessionView
+from forebay.client.transports.choice import KINDS, TransportFactory, tcp_kind
 from forebay.client.waiter import wait_visible
 from forebay.client.writer import Wanted, Writer
 from forebay.clock import Clock, SystemClock
@@ -105,7 +106,7 @@ class Client:
         token: str | None = None,
         options: ClientOptions | None = None,
         clock: Clock | None = None,
-        transport: TransportFactory = nvme_tcp,
+        transport: TransportFactory | None = None,
     ) -> None:
         if not 0 <= opening.generation < 1 << 64:
             raise InvalidArgument(f"generation {opening.generation}", field="generation", limit="64 bits")
@@ -123,7 +124,8 @@ class Client:
             streams=self._options.call_stream,
         )
         try:
-            self._session = Session(rpc, opening, self._options, self._clock, transport=transport)
+            kinds = KINDS if transport is None else (tcp_kind(transport),)
+            self._session = Session(rpc, opening, self._options, self._clock, kinds=kinds)
         except BaseException:
             rpc.close()
             raise

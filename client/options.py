@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from forebay.client.transports.block_device import BlockDeviceOptions
 from forebay.client.transports.options import NvmeTcpOptions
 from forebay.errors import InvalidArgument
 
-__all__ = ["ClientOptions", "Verify"]
+__all__ = ["TRANSPORTS", "ClientOptions", "Verify"]
+
+TRANSPORTS = ("auto", "block", "rdma", "tcp")
 
 Verify = Literal["always", "sample", "never"]
 """When checksums of what is read are looked at."""
@@ -35,7 +39,10 @@ class ClientOptions:
             or ``never``. It counts where the target refuses reads without a lease (it says so, and neither of today's
             does); everywhere else it is always, since a stale read would go unnoticed.
         client: free text for the node's operator: engine, version, host.
+        transport: ``auto``, or the one kind of transport that reads may use: block, rdma or tcp (docs/transports.md).
+            The environment's FOREBAY_TRANSPORT where nothing is said.
         nvme_tcp: settings of the initiator.
+        block: settings of reads by block device.
     """
 
     deadline_ms: int = 10_000
@@ -50,7 +57,9 @@ class ClientOptions:
     verify: Verify = "always"
     verify_one_in: int = 16
     client: str = ""
+    transport: str = field(default_factory=lambda: os.environ.get("FOREBAY_TRANSPORT") or "auto")
     nvme_tcp: NvmeTcpOptions = field(default_factory=NvmeTcpOptions)
+    block: BlockDeviceOptions = field(default_factory=BlockDeviceOptions)
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -67,5 +76,7 @@ class ClientOptions:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise InvalidArgument(f"{name} is {value}", field=name, limit=f"{low} to {high}")
+        if self.transport not in TRANSPORTS:
+            raise InvalidArgument(f"transport is {self.transport!r}", field="transport", limit=" or ".join(TRANSPORTS))
         if self.verify not in get_args(Verify):
             raise InvalidArgument(f"verify is {self.verify!r}", field="verify", limit=" or ".join(get_args(Verify)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -15,8 +16,8 @@ from forebay.checksum import CRC32C
 from forebay.client.options import ClientOptions
 from forebay.client.rpc import Rpc
 from forebay.client.transports.base import Transport
+from forebay.client.transports.choice import KINDS, Choice, ChosenWay, Kind, Offer
 from forebay.client.transports.controller import SubsystemAddress
-from forebay.client.transports.nvme_tcp import NvmeTcpTransport
 from forebay.clock import Clock
 from forebay.errors import ForebayError, ProtocolError, SchemaInvalid, SessionExpired, StaleIncarnation, Unavailable
 from forebay.ids import BlockKey, HostIdentity
@@ -24,7 +25,7 @@ from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import keys_to_proto, pack, unpack
 from forebay.schema import Schema
 
-__all__ = ["Opening", "Route", "Session", "SessionView", "TransportFactory", "nvme_tcp"]
+__all__ = ["Opening", "Route", "Session", "SessionView"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +40,6 @@ _LOST = (SessionExpired, StaleIncarnation)
 
 _Q = TypeVar("_Q")
 _A = TypeVar("_A")
-TransportFactory = Callable[[SubsystemAddress, HostIdentity, Mapping[int, str], ClientOptions, Clock], Transport]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,6 @@ class SessionView:
         )
 
 
-def nvme_tcp(
-    subsystem: SubsystemAddress, host: HostIdentity, nguids: Mapping[int, str], options: ClientOptions, clock: Clock
-) -> Transport:
-    """The user-space initiator."""
-    return NvmeTcpTransport(subsystem, host, nguids=nguids, options=options.nvme_tcp, clock=clock)
-
-
 class Session:
     """The session of one client. Thread-safe. One thread of its own sends heartbeats and gives leases back."""
 
@@ -104,14 +97,14 @@ class Session:
         options: ClientOptions,
         clock: Clock,
         *,
-        transport: TransportFactory = nvme_tcp,
+        kinds: Sequence[Kind] = KINDS,
     ) -> None:
         self.rpc = rpc
         self.opening = opening
         self.reopened = 0
         self._options = options
         self._clock = clock
-        self._factory = transport
+        self._kinds = kinds
         self._random = random.Random()
         self._changing = threading.Lock()  # held while a session is opened or its routes change
         self._wake = threading.Condition()
@@ -119,8 +112,9 @@ class Session:
         self._aborts: list[tuple[SessionView, bytes, bool]] = []
         self._closed = False
         self._token_given = False
-        self._transports: dict[tuple[SubsystemAddress, HostIdentity], tuple[Transport, dict[int, str]]] = {}
+        self._transports: dict[Offer, tuple[Choice, dict[int, str]]] = {}
         self._past_reconnects = 0
+        self._past_fallbacks: Counter[str] = Counter()
         self._attempts = 0
         self._not_before_ms = 0
         self._view = self._open(clock.monotonic_ms() + options.connect_ms, first=True)
@@ -145,6 +139,16 @@ class Session:
         """How often the data path was connected anew."""
         with self._changing:
             return self._past_reconnects + sum(t.state().reconnects for t, _ in self._transports.values())
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """By kind of transport: how often a volume went on by another one because this had failed."""
+        with self._changing:
+            return dict(sum((choice.fallbacks for choice, _ in self._transports.values()), self._past_fallbacks))
+
+    def chosen(self) -> list[ChosenWay]:
+        """How each volume is read now."""
+        return [way for choice, _ in list(self._transports.values()) for way in choice.chosen()]
 
     @property
     def closed(self) -> bool:
@@ -278,28 +282,32 @@ class Session:
         self, host: HostIdentity, endpoints: Sequence[pb.Endpoint], volumes: Sequence[pb.Volume]
     ) -> dict[int, Route]:
         """Routes of all volumes; transports that nothing leads to any more are closed."""
-        used: dict[tuple[SubsystemAddress, HostIdentity], tuple[Transport, dict[int, str]]] = {}
+        offers: dict[str, Offer] = {}
+        for endpoint in endpoints:
+            nqn = endpoint.subsystem_nqn
+            address = self.rpc.address.host if endpoint.address in ("", "0.0.0.0", "::") else endpoint.address
+            known = offers.get(nqn) or Offer(nqn, (), host)
+            place = endpoint.transport, SubsystemAddress(address, endpoint.port, nqn)
+            offers[nqn] = replace(known, addresses=(*known.addresses, place))
+        used: dict[Offer, tuple[Choice, dict[int, str]]] = {}
         routes: dict[int, Route] = {}
         for volume in volumes:
             if volume.endpoint >= len(endpoints):
                 raise ProtocolError(f"volume {volume.volume} is at endpoint {volume.endpoint} of {len(endpoints)}")
             endpoint = endpoints[volume.endpoint]
-            if endpoint.transport != "tcp":
-                continue  # of a newer node: blocks there are misses
-            address = self.rpc.address.host if endpoint.address in ("", "0.0.0.0", "::") else endpoint.address
-            subsystem = SubsystemAddress(address, endpoint.port, endpoint.subsystem_nqn)
-            known = used.get((subsystem, host)) or self._transports.get((subsystem, host))
-            if known is None:
+            offer = offers[endpoint.subsystem_nqn]
+            way = used.get(offer) or self._transports.get(offer)
+            if way is None:
                 nguids: dict[int, str] = {}
-                known = (self._factory(subsystem, host, nguids, self._options, self._clock), nguids)
-            used[subsystem, host] = known
-            if volume.nguid:
-                known[1][volume.nsid] = volume.nguid
-            routes[volume.volume] = Route(known[0], volume.nsid, endpoint.reads_fenced)
-        for key, (transport, _) in self._transports.items():
-            if key not in used:
-                self._past_reconnects += transport.state().reconnects
-                transport.close()
+                way = Choice(offer, nguids, self._options, self._clock, kinds=self._kinds), nguids
+            used[offer] = way
+            way[1][volume.nsid] = volume.nguid
+            routes[volume.volume] = Route(way[0], volume.nsid, endpoint.reads_fenced)
+        for offer, (choice, _) in self._transports.items():
+            if offer not in used:
+                self._past_reconnects += choice.state().reconnects
+                self._past_fallbacks.update(choice.fallbacks)
+                choice.close()
         self._transports = used
         return routes
 

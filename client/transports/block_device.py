@@ -10,6 +10,7 @@ import errno
 import logging
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from forebay.client.transports.base import (
 from forebay.client.transports.bounce import BouncePool, Job
 from forebay.client.transports.device_reads import DeviceReads
 from forebay.client.transports.disks import Disk, Machine, VolumeIdentity
+from forebay.client.transports.gpu_path import gpu_path
 from forebay.client.transports.requests import CHUNK_BYTES, Request, outcomes, plan
 from forebay.clock import Clock, SystemClock
 from forebay.errors import (
@@ -47,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 _MEDIA = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO)
 """What the block layer makes of a command that the drive or target failed; the rest says that the way is broken."""
+_LOOK_MS = (1_000, 60_000)
+"""First and longest wait between looks for a volume that is not here."""
 _NO_TAG = (
     "a block device cannot carry the tag of a grant, without which the target refuses writes to fenced volumes: "
     "they need another transport"
@@ -89,6 +93,9 @@ class _Volume:
     error: ForebayError | None = None
     suspect: bool = False
     """Something happened: it is looked at before it is used again."""
+    attempts: int = 0
+    not_before_ms: int = 0
+    """After so many looks in vain: when `connect` looks again."""
 
 
 class BlockDeviceTransport(Transport):
@@ -130,6 +137,18 @@ class BlockDeviceTransport(Transport):
         self._found = 0
         self._failures = 0
 
+    @classmethod
+    def of_machine(
+        cls, subsystem_nqn: str, *, nguids: Mapping[int, str], local: bool, options: BlockDeviceOptions, clock: Clock
+    ) -> BlockDeviceTransport:
+        """As this machine has it, reads into GPU memory included where there is a way and torch is in use."""
+        reads: DeviceReads | None = None
+        if "torch" in sys.modules:  # nobody has a tensor without
+            path = gpu_path(options.gpu)
+            if path.kvikio is not None:
+                reads = DeviceReads(path, depth=options.depth, max_command_bytes=options.max_command_bytes, clock=clock)
+        return cls(subsystem_nqn, nguids=nguids, local=local, options=options, clock=clock, device_reads=reads)
+
     # --- the interface ----------------------------------------------------------------------------------------------
 
     def connect(self, deadline_ms: int) -> None:
@@ -138,7 +157,11 @@ class BlockDeviceTransport(Transport):
             raise Unavailable("the transport is closed")
         error: ForebayError | None = None
         for nsid in list(self._nguids):
-            error = self._look(nsid, deadline_ms) or error
+            known = self._volumes.get(nsid)
+            if known is None or self._clock.monotonic_ms() >= known.not_before_ms:
+                error = self._look(nsid, deadline_ms) or error
+            else:
+                error = known.error or error
         if all(self.serves(nsid) is not None for nsid in self._nguids):
             raise error or Unavailable(f"no volume of {self._nqn} is known")
 
@@ -323,7 +346,7 @@ class BlockDeviceTransport(Transport):
             known.disk = disk
             self._found += 1
             _log.info("NSID %d of %s is %s", nsid, self._nqn, disk.path)
-        known.error, known.suspect = None, False
+        known.error, known.suspect, known.attempts, known.not_before_ms = None, False, 0, 0
         if self._closed:
             known.disk.close()
 
@@ -333,6 +356,9 @@ class BlockDeviceTransport(Transport):
             known.disk = None
             _log.warning("NSID %d of %s is no block device here any more: %s", nsid, self._nqn, error)
         known.error, known.suspect = error, True
+        known.attempts += 1
+        wait_ms = min(_LOOK_MS[1], _LOOK_MS[0] << min(known.attempts - 1, 16))
+        known.not_before_ms = self._clock.monotonic_ms() + wait_ms
         self._failures += 1
 
 

@@ -159,10 +159,11 @@ def test_another_medium_under_the_same_name_is_seen_before_it_is_read(tmp_path: 
         assert isinstance(read(transport, into), Unavailable)
         assert into == b"mine" * 1024
         assert transport.serves(1) is not None
+        with pytest.raises(Unavailable):
+            transport.connect(now_ms() + LONG_MS)  # which waits a while before it looks again
         change(0)
-        transport.connect(now_ms() + LONG_MS)
+        assert read(transport, into) is None, "a read looks at once"
         assert transport.serves(1) is None
-        assert read(transport, into) is None
         assert transport.state().reconnects == 1
         transport.close()
 

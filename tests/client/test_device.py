@@ -13,7 +13,7 @@ import pytest
 from forebay.checksum import crc32c
 from forebay.client import Client, ClientOptions
 from forebay.client.device import DeviceView, View
-from forebay.client.session import Opening, nvme_tcp
+from forebay.client.session import Opening
 from forebay.client.transports.base import (
     Capabilities,
     DeviceReadOp,
@@ -24,6 +24,7 @@ from forebay.client.transports.base import (
     TransportState,
     WriteOp,
 )
+from forebay.client.transports.choice import nvme_tcp
 from forebay.client.transports.controller import SubsystemAddress
 from forebay.clock import Clock
 from forebay.errors import InvalidArgument

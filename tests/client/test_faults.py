@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from forebay.client import Client, ClientOptions
-from forebay.client.session import Opening, nvme_tcp
+from forebay.client.session import Opening
 from forebay.client.transports.base import Transport
+from forebay.client.transports.choice import nvme_tcp
 from forebay.client.transports.controller import SubsystemAddress
 from forebay.clock import Clock
 from forebay.ids import HostIdentity

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Literal
 
 from forebay.client import ClientOptions
-from forebay.client.session import nvme_tcp
 from forebay.client.transports.base import Transport
+from forebay.client.transports.choice import nvme_tcp
 from forebay.client.transports.controller import SubsystemAddress
 from forebay.clock import Clock
 from forebay.ids import HostIdentity

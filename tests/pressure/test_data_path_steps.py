@@ -16,8 +16,9 @@ from random import Random
 import pytest
 
 from forebay.client import Client, ClientOptions
-from forebay.client.session import Opening, nvme_tcp
+from forebay.client.session import Opening
 from forebay.client.transports.base import Transport
+from forebay.client.transports.choice import nvme_tcp
 from forebay.client.transports.controller import SubsystemAddress
 from forebay.client.transports.options import NvmeTcpOptions
 from forebay.clock import Clock

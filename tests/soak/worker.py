@@ -20,8 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from forebay.client import Client, ClientOptions, GetResult, NvmeTcpOptions
-from forebay.client.session import Opening, nvme_tcp
+from forebay.client.session import Opening
 from forebay.client.transports.base import Transport
+from forebay.client.transports.choice import nvme_tcp
 from forebay.client.transports.controller import SubsystemAddress
 from forebay.clock import Clock
 from forebay.errors import ForebayError

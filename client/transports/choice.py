@@ -1,0 +1,456 @@
+"""One choice of transport for each volume, by what node and machine offer; it falls back, and comes back (ADR 15)."""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from forebay.client.options import ClientOptions
+from forebay.client.transports.base import (
+    Capabilities,
+    DeviceReadOp,
+    Outcome,
+    ReadOp,
+    Transport,
+    TransportState,
+    WriteOp,
+)
+from forebay.client.transports.block_device import BlockDeviceTransport
+from forebay.client.transports.controller import SubsystemAddress
+from forebay.client.transports.nvme_tcp import NvmeTcpTransport
+from forebay.clock import Clock
+from forebay.errors import (
+    Busy,
+    ConnectionLost,
+    DeadlineExceeded,
+    ForebayError,
+    ProtocolError,
+    TargetRefused,
+    Unavailable,
+    VolumeMismatch,
+    WriteFenced,
+)
+from forebay.ids import HostIdentity
+
+__all__ = ["KINDS", "Choice", "ChosenWay", "Kind", "Offer", "TransportFactory", "nvme_tcp", "tcp_kind"]
+
+_log = logging.getLogger(__name__)
+
+_BACKOFF_MS = (1_000, 60_000)
+_STRIKES = 2
+_FAIR_MS = 250
+"""A deadline that left a transport less than this says nothing of the transport."""
+_BROKEN = (Unavailable, ConnectionLost, VolumeMismatch, ProtocolError, TargetRefused, Busy)
+"""What says that the way to a volume does not work, rather than that the volume has no such bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Where a node says that a subsystem is to be had, by the protocol's words for transports, and as which host."""
+
+    subsystem_nqn: str
+    addresses: tuple[tuple[str, SubsystemAddress], ...]
+    host: HostIdentity
+
+    def address(self, transport: str) -> SubsystemAddress | None:
+        """The first address of a transport."""
+        return next((address for name, address in self.addresses if name == transport), None)
+
+
+TransportFactory = Callable[[SubsystemAddress, HostIdentity, Mapping[int, str], ClientOptions, Clock], Transport]
+Maker = Callable[[Offer, Mapping[int, str], ClientOptions, Clock], Transport]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of transport. ``lacking`` says why an offer cannot be taken up by it here, None if it can."""
+
+    name: str
+    lacking: Callable[[Offer], str | None]
+    make: Maker
+
+
+def nvme_tcp(
+    subsystem: SubsystemAddress, host: HostIdentity, nguids: Mapping[int, str], options: ClientOptions, clock: Clock
+) -> Transport:
+    """The user-space initiator."""
+    return NvmeTcpTransport(subsystem, host, nguids=nguids, options=options.nvme_tcp, clock=clock)
+
+
+def _by_factory(factory: TransportFactory, transport: str) -> Maker:
+    def make(offer: Offer, nguids: Mapping[int, str], options: ClientOptions, clock: Clock) -> Transport:
+        address = offer.address(transport)
+        assert address is not None, "the kind was lacking"
+        return factory(address, offer.host, nguids, options, clock)
+
+    return make
+
+
+def _offered(transport: str) -> Callable[[Offer], str | None]:
+    def lacking(offer: Offer) -> str | None:
+        return None if offer.address(transport) is not None else f"the node offers no NVMe/{transport.upper()}"
+
+    return lacking
+
+
+def _block(offer: Offer, nguids: Mapping[int, str], options: ClientOptions, clock: Clock) -> Transport:
+    local = any(_is_here(address.address) for _, address in offer.addresses)
+    return BlockDeviceTransport.of_machine(
+        offer.subsystem_nqn, nguids=nguids, local=local, options=options.block, clock=clock
+    )
+
+
+def _is_here(address: str) -> bool:
+    """Whether an address is one of this machine's."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(where)
+        return True
+    except OSError:
+        return False
+
+
+def tcp_kind(factory: TransportFactory = nvme_tcp) -> Kind:
+    """NVMe/TCP as ``factory`` makes it."""
+    return Kind("tcp", _offered("tcp"), _by_factory(factory, "tcp"))
+
+
+KINDS: tuple[Kind, ...] = (
+    Kind("block", lambda _offer: None, _block),
+    tcp_kind(),
+)
+"""All kinds, the preferred ones first. The last one's own breaker says when it is down."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenWay:
+    """How one volume is read now: by which kind, from where, and why not by the ones before it."""
+
+    nsid: int
+    transport: str
+    place: str
+    instead_of: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class _Standing:
+    """How a way does for one volume. With ``attempts`` it is out, not to be tried before ``until_ms``."""
+
+    attempts: int = 0
+    until_ms: int = 0
+    strikes: int = 0
+    why: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Way:
+    kind: Kind
+    transport: Transport | None = None
+    lacks: str = ""
+    standing: dict[int, _Standing] = field(default_factory=dict)
+
+    def why_not(self, nsid: int, *, write: bool = False, device: bool = False) -> str | None:
+        """Why a volume is not to be reached this way now."""
+        transport = self.transport
+        if transport is None:
+            return self.lacks
+        if (standing := self.standing.get(nsid)) is not None and standing.attempts:
+            return standing.why
+        if write and not transport.capabilities.writes:
+            return "it does not write"
+        if device and not transport.capabilities.device_memory:
+            return "it does not reach GPU memory"
+        return transport.serves(nsid)
+
+
+class Choice(Transport):
+    """All ways to one subsystem's volumes, of which each volume is reached by the best that works. Thread-safe.
+
+    ``nguids`` maps the NSIDs of the volumes to their NGUIDs; its owner may add to it. ``connect``, which whoever owns
+    the transport calls from time to time, looks what there is, and tries again what failed.
+    """
+
+    def __init__(
+        self,
+        offer: Offer,
+        nguids: Mapping[int, str],
+        options: ClientOptions,
+        clock: Clock,
+        *,
+        kinds: Sequence[Kind] = KINDS,
+    ) -> None:
+        self.fallbacks: Counter[str] = Counter()
+        """By kind: how often a volume's reads or writes went on by another one because this had failed."""
+        self._offer = offer
+        self._nguids = nguids
+        self._options = options
+        self._clock = clock
+        self._random = random.Random()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._told: dict[int, str] = {}
+        only = options.transport
+        # What reads by one kind alone may need another to write.
+        self._read_only = [kind.name for kind in kinds if only not in ("auto", kind.name)]
+        self._ways = [_Way(kind) for kind in kinds if only in ("auto", "block", kind.name)]
+        for way in self._ways:
+            self._make(way)
+
+    def _make(self, way: _Way) -> None:
+        way.lacks = way.kind.lacking(self._offer) or ""
+        if not way.lacks:
+            way.transport = way.kind.make(self._offer, self._nguids, self._options, self._clock)
+
+    # --- the interface ----------------------------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]  # it changes with what is chosen
+        """GPU memory is reached if the way of every volume does, at the moment."""
+        ways = [self._select(nsid) for nsid in list(self._nguids)]
+        device = bool(ways) and all(way is not None and _transport(way).capabilities.device_memory for way in ways)
+        return Capabilities("choice", device_memory=device)
+
+    def connect(self, deadline_ms: int) -> None:
+        if self._closed:
+            raise Unavailable("the transport is closed")
+        for way in self._ways:
+            if way.transport is None:
+                self._make(way)
+        errors: dict[str, ForebayError] = {}
+        for way in self._ways:
+            if way.transport is None or not self._worth_trying(way):
+                continue
+            try:
+                way.transport.connect(deadline_ms)
+            except ForebayError as e:
+                errors[way.kind.name] = e
+                self._not_back(way, e)
+            else:
+                self._back(way)
+        self._tell()
+        for nsid in list(self._nguids):
+            chosen = self._select(nsid)
+            if chosen is not None and chosen.kind.name in errors:
+                raise errors[chosen.kind.name]
+
+    def read(self, ops: Sequence[ReadOp], deadline_ms: int) -> list[Outcome]:
+        return self._reads(ops, deadline_ms, device=False)
+
+    def read_device(self, ops: Sequence[DeviceReadOp], deadline_ms: int) -> list[Outcome]:
+        return self._reads(ops, deadline_ms, device=True)
+
+    def write(self, ops: Sequence[WriteOp], deadline_ms: int) -> list[Outcome]:
+        """Each by the best way that writes; what failed is not tried by another: it may have reached the medium."""
+        results: dict[int, Outcome] = {}
+        for way, rows in self._by_way(ops, range(len(ops)), set(), results, write=True):
+            given_ms = deadline_ms - self._clock.monotonic_ms()
+            done = _transport(way).write([ops[i] for i in rows], deadline_ms)
+            for i, outcome in zip(rows, done, strict=True):
+                results[i] = outcome
+                self._judge(way, ops[i].nsid, outcome.error, given_ms)
+        return [results[i] for i in range(len(ops))]
+
+    def serves(self, nsid: int) -> str | None:
+        if any(way.why_not(nsid) is None for way in self._ways if way.kind.name not in self._read_only):
+            return None
+        return "no transport reaches it now"
+
+    def state(self) -> TransportState:
+        """That of all ways together; the breaker is that of the last, to which all others fall back."""
+        states = [way.transport.state() for way in self._ways if way.transport is not None]
+        last = states[-1] if states else TransportState(False, 0, 0, 0, True, 0)
+        return replace(
+            last,
+            connected=any(state.connected for state in states),
+            connections=sum(state.connections for state in states),
+            reconnects=sum(state.reconnects for state in states),
+        )
+
+    def close(self) -> None:
+        self._closed = True
+        for way in self._ways:
+            if way.transport is not None:
+                way.transport.close()
+
+    # --- what people and the session ask ----------------------------------------------------------------------------
+
+    def chosen(self) -> list[ChosenWay]:
+        """How each volume is read now."""
+        found = []
+        for nsid in sorted(self._nguids):
+            instead: dict[str, str] = {}
+            way = self._select(nsid)
+            for other in self._ways:
+                if other is way:
+                    break
+                if other.kind.name not in self._read_only:
+                    instead[other.kind.name] = other.why_not(nsid) or ""
+            found.append(ChosenWay(nsid, way.kind.name if way else "none", self._place(way, nsid), instead))
+        return found
+
+    def _place(self, way: _Way | None, nsid: int) -> str:
+        if way is None:
+            return ""
+        if isinstance(way.transport, BlockDeviceTransport):
+            return way.transport.path(nsid)
+        address = self._offer.address(way.kind.name)
+        return "" if address is None else f"{address.address}:{address.port}"
+
+    # --- choosing ---------------------------------------------------------------------------------------------------
+
+    def _select(
+        self, nsid: int, failed: set[tuple[str, int]] | None = None, *, write: bool = False, device: bool = False
+    ) -> _Way | None:
+        """The first way that works, else the last that could; None if there is none.
+
+        After some have ``failed`` in a call, one that works: trying others would only cost time, and hide why.
+        """
+        could: _Way | None = None
+        for way in self._ways:
+            name, transport = way.kind.name, way.transport
+            if transport is None or (not write and name in self._read_only) or (failed and (name, nsid) in failed):
+                continue
+            if (write and not transport.capabilities.writes) or (device and not transport.capabilities.device_memory):
+                continue
+            if way.why_not(nsid) is None:
+                return way
+            could = way
+        return None if failed else could
+
+    def _by_way(
+        self,
+        ops: Sequence[ReadOp | DeviceReadOp | WriteOp],
+        rows: Sequence[int],
+        failed: set[tuple[str, int]],
+        results: dict[int, Outcome],
+        *,
+        write: bool = False,
+        device: bool = False,
+    ) -> list[tuple[_Way, list[int]]]:
+        """Operations by the way that each goes; those that none is left for get their outcome, if they have none."""
+        chosen = {nsid: self._select(nsid, failed, write=write, device=device) for nsid in {ops[i].nsid for i in rows}}
+        groups: dict[int, tuple[_Way, list[int]]] = {}
+        for i in rows:
+            way = chosen[ops[i].nsid]
+            if way is not None:
+                groups.setdefault(id(way), (way, []))[1].append(i)
+            elif i not in results:
+                error = Unavailable(f"no transport that is allowed here reaches NSID {ops[i].nsid}")
+                results[i] = Outcome(error, (None,) * len(ops[i].segments))
+        return list(groups.values())
+
+    def _reads(self, ops: Sequence[Any], deadline_ms: int, *, device: bool) -> list[Outcome]:
+        results: dict[int, Outcome] = {}
+        failed: set[tuple[str, int]] = set()
+        rows: Sequence[int] = range(len(ops))
+        while rows:
+            again: list[int] = []
+            for way, mine in self._by_way(ops, rows, failed, results, device=device):
+                transport = _transport(way)
+                call = transport.read_device if device else transport.read
+                given_ms = deadline_ms - self._clock.monotonic_ms()
+                outcomes = call(ops if len(mine) == len(ops) else [ops[i] for i in mine], deadline_ms)
+                for i, outcome in zip(mine, outcomes, strict=True):
+                    results[i] = outcome
+                    if self._judge(way, ops[i].nsid, outcome.error, given_ms):
+                        # It has returned, so nothing of it can write to the views any more: another may.
+                        failed.add((way.kind.name, ops[i].nsid))
+                        again.append(i)
+            rows = again if self._clock.monotonic_ms() < deadline_ms and not self._closed else ()
+        return [results[i] for i in range(len(ops))]
+
+    # --- what becomes of ways ---------------------------------------------------------------------------------------
+
+    def _judge(self, way: _Way, nsid: int, error: ForebayError | None, given_ms: int) -> bool:
+        """Take note of how an operation went; whether the way is to blame for its failure."""
+        if error is None:
+            if (standing := way.standing.get(nsid)) is not None and standing.strikes:
+                standing.strikes = 0
+            return False
+        late = isinstance(error, DeadlineExceeded)
+        if not late and (not isinstance(error, _BROKEN) or isinstance(error, WriteFenced)):
+            return False
+        with self._lock:
+            standing = way.standing.setdefault(nsid, _Standing())
+            if late:
+                standing.strikes += given_ms >= _FAIR_MS
+                if standing.strikes < _STRIKES:
+                    return False
+            if not standing.attempts and not self._closed and self._others(way):
+                self._out(way, nsid, standing, error)
+        return not late
+
+    def _others(self, way: _Way) -> bool:
+        """Whether there is another one to fall back to; the last one is never out."""
+        if way is self._ways[-1]:
+            return False
+        return any(other is not way and other.kind.name not in self._read_only for other in self._ways)
+
+    def _out(self, way: _Way, nsid: int, standing: _Standing, error: ForebayError) -> None:
+        self._put_off(standing, error)
+        self.fallbacks[way.kind.name] += 1
+        _log.warning(
+            "NSID %d of %s is not reached by %s any more, for now: %s",
+            nsid,
+            self._offer.subsystem_nqn,
+            way.kind.name,
+            error,
+        )
+
+    def _put_off(self, standing: _Standing, error: ForebayError) -> None:
+        first_ms, longest_ms = _BACKOFF_MS
+        standing.attempts += 1
+        wait_ms = min(longest_ms, first_ms << min(standing.attempts - 1, 16)) * self._random.uniform(0.5, 1.0)
+        standing.until_ms = self._clock.monotonic_ms() + int(wait_ms)
+        standing.why = error.message
+
+    def _worth_trying(self, way: _Way) -> bool:
+        """Whether `connect` should: the way is in use, may come to be, or failed some time ago."""
+        now_ms = self._clock.monotonic_ms()
+        out = [standing for standing in way.standing.values() if standing.attempts]
+        if out and all(standing.until_ms > now_ms for standing in out):
+            return False
+        if out or isinstance(way.transport, BlockDeviceTransport):
+            return True
+        return any(self._select(nsid) is way for nsid in list(self._nguids)) or not self._nguids
+
+    def _back(self, way: _Way) -> None:
+        """A way could be connected: volumes whose time has come, and that it serves, use it again."""
+        now_ms = self._clock.monotonic_ms()
+        with self._lock:
+            for standing in way.standing.values():
+                if standing.attempts and standing.until_ms <= now_ms:
+                    standing.attempts = standing.strikes = 0
+
+    def _not_back(self, way: _Way, error: ForebayError) -> None:
+        with self._lock:
+            for standing in way.standing.values():
+                if standing.attempts and standing.until_ms <= self._clock.monotonic_ms():
+                    self._put_off(standing, error)
+
+    def _tell(self) -> None:
+        """Say which ways are taken, where that changed."""
+        for one in self.chosen():
+            if self._told.get(one.nsid) != one.transport:
+                self._told[one.nsid] = one.transport
+                why = "".join(f"; {name}: {reason}" for name, reason in one.instead_of.items())
+                _log.info(
+                    "NSID %d of %s is read by %s (%s)%s",
+                    one.nsid,
+                    self._offer.subsystem_nqn,
+                    one.transport,
+                    one.place,
+                    why,
+                )
+
+
+def _transport(way: _Way) -> Transport:
+    assert way.transport is not None, "a way without one is never chosen"
+    return way.transport
