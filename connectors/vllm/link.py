@@ -88,14 +88,14 @@ class Link:
         return self._pause_ms
 
     def _connect(self) -> None:
-        warned = False
+        told: int | None = None
         while True:
             try:
                 client = self._open_client()
             except ForebayError as e:
-                if not warned:
+                if e.code != told:  # once, and again where it is something else now
                     _log.warning("%s: %s; the engine goes on without it and tries again now and then", self._what, e)
-                    warned = True
+                    told = e.code
             except Exception:  # the engine must live on, without storage
                 _log.exception("%s: no connection, and no further attempt", self._what)
                 with self._changed:

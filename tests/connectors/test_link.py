@@ -12,7 +12,7 @@ import pytest
 from forebay.client import Client
 from forebay.clock import ManualClock
 from forebay.connectors.vllm.link import Link
-from forebay.errors import Unavailable
+from forebay.errors import Unauthenticated, Unavailable
 from tests.client.conftest import eventually
 
 
@@ -51,6 +51,18 @@ def test_a_node_that_is_not_there_is_one_warning_and_no_wait(caplog: pytest.LogC
     eventually(lambda: len(attempts) > 1, "another attempt")
     link.close()
     assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1
+
+
+def test_another_reason_why_there_is_no_connection_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    reasons = [Unavailable("nobody there"), Unavailable("nobody there"), Unauthenticated("who are you")]
+
+    def refuse() -> Client:
+        raise reasons.pop(0) if reasons else Unauthenticated("who are you")
+
+    link = link_to(refuse, ManualClock())
+    eventually(lambda: "who are you" in caplog.text, "another attempt")
+    link.close()
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 2
 
 
 def test_a_client_that_comes_too_late_is_closed() -> None:
