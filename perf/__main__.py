@@ -34,6 +34,7 @@ FULL = Sizes(
     flushes=100,
     scale_blocks=1_000_000,
     engine_rounds=100,
+    replay_s=30,
 )
 QUICK = Sizes(
     name="quick",
@@ -49,6 +50,7 @@ QUICK = Sizes(
     flushes=20,
     scale_blocks=50_000,
     engine_rounds=12,
+    replay_s=6,
 )
 
 

@@ -53,6 +53,8 @@ class Sizes:
     scale_blocks: int
     engine_rounds: int = 1
     """Of requests to engines, which are measured one by one."""
+    replay_s: float = 2
+    """How long a replay of a trace takes, about."""
 
     def with_repeats(self, repeats: int) -> Sizes:
         """The same with another number of rounds."""
@@ -162,30 +164,36 @@ def compared_latency_row(
     ours_s: Sequence[float],
     baseline_s: Sequence[float],
     *,
-    quantile: float = 0.5,
+    quantile: float | None = 0.5,
+    paired: bool = False,
     details: Mapping[str, Any],
 ) -> Row:
-    """A row of one quantile of latencies beside the baseline's, in milliseconds; ``added_ms`` is their difference.
+    """A row of one quantile of latencies, or of their mean (None), beside the baseline's, in milliseconds.
 
-    Intervals are bootstrap ones, each side drawn by itself.
+    ``added_ms`` is their difference. Intervals are bootstrap ones: each side is drawn by itself, or ``paired``, the two
+    latencies of the same request together.
     """
     rng = random.Random(len(ours_s))
-    pairs = [(_drawn(rng, ours_s, quantile) * 1e3, _drawn(rng, baseline_s, quantile) * 1e3) for _ in range(_RESAMPLES)]
-    ours, baseline = value_at(ours_s, quantile) * 1e3, value_at(baseline_s, quantile) * 1e3
-    added = _around(ours - baseline, [a - b for a, b in pairs])
+    drawn = []
+    for _ in range(_RESAMPLES):
+        mine = rng.choices(range(len(ours_s)), k=len(ours_s))
+        theirs = mine if paired else rng.choices(range(len(baseline_s)), k=len(baseline_s))
+        drawn.append((_figure([ours_s[i] for i in mine], quantile), _figure([baseline_s[i] for i in theirs], quantile)))
+    ours, baseline = _figure(ours_s, quantile), _figure(baseline_s, quantile)
+    added = _around(ours - baseline, [a - b for a, b in drawn])
     more = {
         "added_ms": added.as_json(),
         "latency_ms": quantiles_ms(ours_s),
         "baseline_latency_ms": quantiles_ms(baseline_s),
-        "quantile": quantile,
+        "figure": "mean" if quantile is None else f"p{quantile * 100:g}",
     }
     return Row(
         name,
         what,
         "ms",
-        _around(ours, [a for a, _ in pairs]),
-        _around(baseline, [b for _, b in pairs]),
-        _around(ours / baseline, [a / b for a, b in pairs]),
+        _around(ours, [a for a, _ in drawn]),
+        _around(baseline, [b for _, b in drawn]),
+        _around(ours / baseline, [a / b for a, b in drawn]),
         "at most",
         None,
         len(ours_s),
@@ -193,12 +201,13 @@ def compared_latency_row(
     )
 
 
-def _drawn(rng: random.Random, values: Sequence[float], quantile: float) -> float:
-    return value_at(rng.choices(values, k=len(values)), quantile)
+def _figure(seconds: Sequence[float], quantile: float | None) -> float:
+    """In milliseconds."""
+    return 1e3 * (sum(seconds) / len(seconds) if quantile is None else value_at(seconds, quantile))
 
 
-def _around(median: float, drawn: Sequence[float]) -> Interval:
-    return Interval(median, value_at(drawn, 0.025), value_at(drawn, 0.975))
+def _around(figure: float, drawn: Sequence[float]) -> Interval:
+    return Interval(figure, value_at(drawn, 0.025), value_at(drawn, 0.975))
 
 
 def quantiles_ms(seconds: Sequence[float]) -> dict[str, float]:

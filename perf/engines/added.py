@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from perf.engines.process import EngineProcess, EngineSetup, engines, forebay_connector, vllm_version
+from perf.engines.process import EngineProcess, EngineSetup, connect, engines, forebay_connector, vllm_version
 from perf.harness import Row, compared_latency_row, file_system
 from perf.node import scratch, start_node
 from perf.workload import Bench, Wrong
@@ -86,7 +86,7 @@ class _Requests:
 
 def _requests(started: dict[str, EngineProcess], rounds: int, details: dict[str, Any]) -> Iterator[Row]:
     for name in ("forebay", "refusing"):
-        _connect(started[name])
+        connect(started[name])
     seeds = range(_STORED, _STORED + 4)
     for seed in seeds:
         started["forebay"].ask("timed", seed=seed, tokens=_TOKENS)
@@ -116,7 +116,7 @@ def _requests(started: dict[str, EngineProcess], rounds: int, details: dict[str,
     ):
         yield compared_latency_row(
             f"vllm.{kind}/plain",
-            "vLLM: a request with the connector against the same engine without it, seconds to the first token",
+            "vLLM: time to first token with the connector against the same engine without it, tiny model",
             asked.seconds(kind),
             asked.seconds(baseline),
             details={
@@ -126,14 +126,6 @@ def _requests(started: dict[str, EngineProcess], rounds: int, details: dict[str,
                 "baseline_engine_cpu_ms": asked.cpu_ms(baseline),
             },
         )
-
-
-def _connect(engine: EngineProcess) -> None:
-    """Have both halves reach the node; a request makes the worker's half do so. Raises `Wrong`."""
-    for _ in range(200):
-        if engine.ask("connected")["both"]:
-            return
-    raise Wrong("the connector has not reached its node")
 
 
 def _steps(ours: EngineProcess, plain: EngineProcess, rounds: int, details: dict[str, Any]) -> Iterator[Row]:

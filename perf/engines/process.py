@@ -14,9 +14,10 @@ from perf.node import BenchNode
 from perf.workload import Skipped, Wrong
 from tests.envs import ENVIRONMENTS
 
-__all__ = ["EngineProcess", "EngineSetup", "engines", "forebay_connector", "vllm_version"]
+__all__ = ["EngineProcess", "EngineSetup", "connect", "engines", "forebay_connector", "vllm_version"]
 
 _STOP_S = 60
+_CONNECTS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +119,11 @@ def engines(folder: Path, setups: Sequence[EngineSetup]) -> Iterator[dict[str, E
     finally:
         for engine in started.values():
             engine.stop()
+
+
+def connect(engine: EngineProcess) -> None:
+    """Have both halves of the connector reach the node; a request makes the worker's half do so. Raises `Wrong`."""
+    for _ in range(_CONNECTS):
+        if engine.ask("connected")["both"]:
+            return
+    raise Wrong("the connector has not reached its node")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from perf.engines import added
+from perf.engines import added, break_even, delivered, first_token, replay
 from perf.harness import Row
 from perf.ratios import (
     calls,
@@ -15,6 +15,7 @@ from perf.ratios import (
     get_tcp,
     kill,
     match,
+    nvme_of,
     outside,
     put_full,
     put_redis,
@@ -38,9 +39,16 @@ BENCHMARKS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "match": match.run,
     "checksum": checksum.run,
     "flush": flush.run,
+    "initiators": nvme_of.run_initiators,
+    "targets": nvme_of.run_targets,
+    "digests": nvme_of.run_digests,
     "scale": scale.run,
     "kill": kill.run,
     "vllm_added": added.run,
+    "vllm_delivered": delivered.run,
+    "vllm_first_token": first_token.run,
+    "break_even": break_even.run,
+    "replay": replay.run,
 }
 
 NOT_UNASKED = frozenset({"scale", "kill"})

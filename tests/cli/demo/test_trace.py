@@ -105,7 +105,7 @@ def test_a_trace_in_the_mooncake_format(tmp_path: Path) -> None:
         {"timestamp": 9, "input_length": 100, "output_length": 5, "hash_ids": [8]},
     )
     # The last id of 1,300 tokens stands for a partial block, which engines do not store.
-    assert read_trace(trace) == [Request(1300, (0, 1)), Request(1536, (0, 1, 7)), Request(100, ())]
+    assert read_trace(trace) == [Request(1300, (0, 1)), Request(1536, (0, 1, 7), 9), Request(100, (), 9)]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +119,7 @@ def test_a_trace_in_the_mooncake_format(tmp_path: Path) -> None:
         {"input_length": 1200, "hash_ids": [1]},
         {"input_length": 1200, "hash_ids": [1, 1]},
         {"input_length": -1, "hash_ids": []},
+        {"input_length": 512, "hash_ids": [1], "timestamp": "9"},
     ],
     ids=str,
 )

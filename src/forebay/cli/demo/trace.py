@@ -25,11 +25,12 @@ class Request:
     """One request.
 
     ``blocks`` are the ids of its whole blocks of `BLOCK_TOKENS` tokens, chained: equal ids mean equal prefixes. Tokens
-    behind the last whole block are always computed, as engines do.
+    behind the last whole block are always computed, as engines do. ``arrival_ms`` counts from the trace's beginning.
     """
 
     input_tokens: int
     blocks: tuple[int, ...]
+    arrival_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class Sample:
 def read_trace(path: Path) -> list[Request]:
     """Read a trace of JSON lines with ``input_length`` (tokens) and ``hash_ids`` (ids of 512-token blocks, chained).
 
-    The last id of a request whose length is no multiple of 512 stands for a partial block and is dropped.
+    ``timestamp`` (milliseconds), where there is one, is when a request arrives. The last id of a request whose length
+    is no multiple of 512 stands for a partial block and is dropped.
     Raises `InvalidArgument` naming the line.
     """
     requests = []
@@ -64,21 +66,26 @@ def read_trace(path: Path) -> list[Request]:
 def _parse(line: str, where: str) -> Request:
     try:
         raw = json.loads(line)
-        length, ids = raw["input_length"], raw["hash_ids"]
+        length, ids, arrival_ms = raw["input_length"], raw["hash_ids"], raw.get("timestamp", 0)
     except (ValueError, KeyError, TypeError) as e:
         raise InvalidArgument(f"{where} is no JSON object with input_length and hash_ids", field="trace") from e
-    good = isinstance(length, int) and isinstance(ids, list) and all(isinstance(i, int) for i in ids)
+    good = isinstance(length, int) and isinstance(arrival_ms, int)
+    good = good and isinstance(ids, list) and all(isinstance(i, int) for i in ids)
     if not good or length < 0 or len(ids) < length // BLOCK_TOKENS or len(set(ids)) != len(ids):
-        message = f"{where}: hash_ids must be distinct integers, one for each {BLOCK_TOKENS} tokens of input_length"
+        message = (
+            f"{where}: hash_ids must be distinct integers, one for each {BLOCK_TOKENS} tokens of input_length, and "
+            "timestamp an integer"
+        )
         raise InvalidArgument(message, field="trace")
-    return Request(length, tuple(ids[: length // BLOCK_TOKENS]))
+    return Request(length, tuple(ids[: length // BLOCK_TOKENS]), arrival_ms)
 
 
 def generate(seed: int, count: int, *, system_prompts: int = 4) -> list[Request]:
     """About ``count`` requests of multi-turn conversations, interleaved as concurrent users would send them.
 
     Each conversation begins with one of a few system prompts (of 1 to 4 blocks, the first ones far more popular), and
-    each turn sends everything said before plus something new. The same seed gives the same requests.
+    each turn sends everything said before plus something new. One request a second arrives, in the mean. The same seed
+    gives the same requests.
     """
     rng = random.Random(seed)
     next_id = 0
@@ -97,7 +104,8 @@ def generate(seed: int, count: int, *, system_prompts: int = 4) -> list[Request]
         for _ in range(min(1 + int(rng.expovariate(0.5)), 12)):
             # New text is mostly short, sometimes a long document.
             chain += fresh(min(1 + int(rng.paretovariate(1.2)), 48))
-            turns.append((at, Request(len(chain) * BLOCK_TOKENS + rng.randrange(BLOCK_TOKENS), tuple(chain))))
+            tokens = len(chain) * BLOCK_TOKENS + rng.randrange(BLOCK_TOKENS)
+            turns.append((at, Request(tokens, tuple(chain), int(at * 1000))))
             at += rng.expovariate(20 / count)
     turns.sort(key=lambda turn: turn[0])
     return [request for _, request in turns]
