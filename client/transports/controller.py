@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 from uuid import UUID
 
+from forebay.client.transports.authentication import authenticate
 from forebay.client.transports.options import FabricsOptions
 from forebay.client.transports.queues import Dial, IoQueue
 from forebay.clock import Clock
@@ -27,8 +28,6 @@ _ENABLE = 0x00460001
 """CC: EN, IOSQES 64 bytes, IOCQES 16 bytes. Base §3.1.3.5."""
 _READY, _FATAL = 1, 2
 """CSTS.RDY and CSTS.CFS. Base §3.1.3.6."""
-_AUTH_REQUIRED = 0x3 << 16
-"""AUTHREQ of a Connect response. Base §6.3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +62,7 @@ class Controller:
         self._entries = _IO_ENTRIES
         self._queues = 1
         self._last_queue = 0
+        self._transactions = 0
         self.identity = ControllerIdentity(0, "", "", "", None, 0, 0, 0, 0)
 
     def open(self, queues: int, deadline_ms: int) -> None:
@@ -108,8 +108,11 @@ class Controller:
         keep_alive_ms = self._keep_alive_ms if queue_id == 0 else 0
         command = nvme.connect(0, queue_id, entries, keep_alive_ms=keep_alive_ms)
         result = pair.execute(command, deadline_ms, data=data)[0].result
-        if result & _AUTH_REQUIRED:
-            raise TargetRefused("the target wants in-band authentication, which this transport does not do")
+        if result & spec.CONNECT_ASCR:
+            raise TargetRefused("the target wants a secure channel, which no transport here has")
+        self._transactions += 1
+        asked = bool(result & spec.CONNECT_ATR)
+        authenticate(pair, self._host, self._subsystem.nqn, self._transactions, deadline_ms, asked=asked)
         pair.queue_id = queue_id
         return result & 0xFFFF
 

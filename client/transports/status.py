@@ -11,6 +11,7 @@ _BUSY_RETRY_MS = 500
 _ERRORS: dict[int, type[ForebayError]] = {
     Status.ACCESS_DENIED: WriteFenced,
     Status.CONNECT_INVALID_HOST: TargetRefused,
+    Status.AUTHENTICATION_REQUIRED: TargetRefused,
     Status.CONNECT_INVALID_PARAMETERS: TargetRefused,
     Status.CONNECT_INCOMPATIBLE_FORMAT: TargetRefused,
     Status.CAPACITY_EXCEEDED: NoSpace,

@@ -10,6 +10,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from forebay.appliance.dataplane.target.authentication_methods import AuthenticationMethods
 from forebay.appliance.dataplane.target.bdev_methods import BdevMethods
 from forebay.appliance.dataplane.target.limits import TargetLimits
 from forebay.appliance.dataplane.target.nvmf_methods import NvmfMethods
@@ -63,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
             "the limit of open files allows %d connections of %d: raise it (ulimit -n, LimitNOFILE)",
             *(server.most_connections, limits.max_connections),
         )
-    methods = {**BdevMethods(server).table(), **NvmfMethods(server).table(), **PrivateMethods(server).table()}
+    tables = (BdevMethods(server), NvmfMethods(server), AuthenticationMethods(server), PrivateMethods(server))
+    methods = {name: method for one in tables for name, method in one.table().items()}
     methods["rpc_get_methods"] = Method(lambda params: _names(params, methods))
     try:
         rpc = RpcServer(options.socket, methods)

@@ -10,7 +10,9 @@ import errno
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from forebay.appliance.dataplane.target.authentication_methods import host_keys
 from forebay.appliance.dataplane.target.bdev_methods import TICK_RATE, optional_uuid
+from forebay.appliance.dataplane.target.keyring import HostKeys
 from forebay.appliance.dataplane.target.queue import Queue
 from forebay.appliance.dataplane.target.rpc import INTERNAL_ERROR, Method, Params, RpcError
 from forebay.appliance.dataplane.target.server import Server
@@ -277,15 +279,16 @@ class NvmfMethods:
     # --- hosts ------------------------------------------------------------------------------------------------------
 
     def nvmf_subsystem_add_host(self, params: Params) -> bool:
-        """Allow a host NQN."""
+        """Allow a host NQN; with keys, for who proves itself by them."""
         subsystem, host = self._subsystem(params), params.text("host")
+        keys = host_keys(self._server.keyring, params)
         params.finish()
         if not 1 <= len(host.encode()) <= NQN_MAX_BYTES:
             raise RpcError.invalid_params()
         with self._server.lock:
             if host in subsystem.hosts:
                 raise RpcError(INTERNAL_ERROR, "Internal error")
-            subsystem.hosts.add(host)
+            subsystem.hosts[host] = keys
             self._server.discovery_changed()
         return True
 
@@ -297,7 +300,7 @@ class NvmfMethods:
         with self._server.lock:
             if host not in subsystem.hosts:
                 raise RpcError(INTERNAL_ERROR, "Internal error")
-            subsystem.hosts.discard(host)
+            del subsystem.hosts[host]
             self._server.discovery_changed()
         if not subsystem.allows(host):
             self._server.teardown(lambda one: one.subsystem is subsystem and one.host.nqn == host)
@@ -374,7 +377,7 @@ def _describe(subsystem: Subsystem, wzsl: int) -> dict[str, Any]:
         "subtype": "Discovery" if subsystem.discovery else "NVMe",
         "listen_addresses": [one.to_dict() for one in subsystem.sorted_listeners()],
         "allow_any_host": subsystem.allow_any_host,
-        "hosts": [{"nqn": host} for host in sorted(subsystem.hosts)],
+        "hosts": [_host(nqn, keys) for nqn, keys in sorted(subsystem.hosts.items())],
     }
     if subsystem.discovery:
         return common
@@ -403,10 +406,19 @@ def _describe(subsystem: Subsystem, wzsl: int) -> dict[str, Any]:
     }
 
 
+def _host(nqn: str, keys: HostKeys | None) -> dict[str, str]:
+    shown = {"nqn": nqn}
+    if keys is not None:
+        shown["dhchap_key"] = keys.name
+        if keys.controller_name is not None:
+            shown["dhchap_ctrlr_key"] = keys.controller_name
+    return shown
+
+
 def _qpair(queue: Queue) -> dict[str, Any]:
     assert queue.controller is not None, "a queue that is listed is bound"
     peer, _, port = queue.peer.rpartition(":")
-    return {
+    shown: dict[str, Any] = {
         "cntlid": queue.controller.cntlid,
         "qid": queue.qid,
         "state": "enabled",
@@ -414,3 +426,9 @@ def _qpair(queue: Queue) -> dict[str, Any]:
         "listen_address": queue.listener.to_dict(),
         "peer_address": {"trtype": "TCP", "adrfam": queue.listener.family, "traddr": peer, "trsvcid": port},
     }
+    if queue.proof is not None:
+        shown["auth"] = {"state": "completed" if queue.proof.given else "negotiate"}
+        if queue.proof.agreed is not None:
+            hash_id, group = queue.proof.agreed
+            shown["auth"] |= {"digest": hash_id.name.lower(), "dhgroup": group.name.lower()}
+    return shown

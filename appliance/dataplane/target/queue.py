@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Final
 from forebay.appliance.dataplane.target.controller import AdminReply, Controller
 from forebay.appliance.dataplane.target.io_commands import IoCommands
 from forebay.appliance.dataplane.target.limits import TargetLimits
-from forebay.appliance.dataplane.target.stream import PeerLost, Stream
+from forebay.appliance.dataplane.target.proof import Proof, is_proof
+from forebay.appliance.dataplane.target.stream import NotProven, PeerLost, Stream
 from forebay.appliance.dataplane.target.subsystems import ListenAddress, Namespace
 from forebay.nvmetcp import spec
+from forebay.nvmetcp.authentication import MAX_MESSAGE_BYTES
 from forebay.nvmetcp.command import Command, ConnectData
 from forebay.nvmetcp.connection import MAX_HEADER_BYTES, Buffer, Connection
 from forebay.nvmetcp.events import CommandReceived, DataStart, Event, ICReqReceived, TermReceived
@@ -57,6 +59,10 @@ class Queue:
         self.accepted_s = time.monotonic()
         self.controller: Controller | None = None
         self.qid = 0
+        self.proof: Proof | None = None
+        """What its host has to do after Connect, if it has to (set with `controller`)."""
+        self.ready = False
+        """It takes commands: it is connected, and its host has proven who it is, if it has to."""
         self.ended = Flag()
         self.active: Namespace | None = None
         """The namespace whose media this thread may be touching; see `Server.quiesce`."""
@@ -106,6 +112,9 @@ class Queue:
             with self._sending:
                 self._over = True
             self._stream.terminate(error.termination)
+        except NotProven:
+            self.ready = False
+            self._stream.linger()
         except (PeerLost, OSError) as error:
             log.info("%s: %s", self.peer, error)
         except Exception:
@@ -124,7 +133,7 @@ class Queue:
             try:
                 count = receive(header, conn.bytes_wanted)
             except BlockingIOError:
-                if self.controller is None or not conn.between_pdus:
+                if not self.ready or not conn.between_pdus:
                     raise PeerLost("the peer stopped sending") from None
                 continue
             if not count:
@@ -158,7 +167,8 @@ class Queue:
         if self._flow_control:
             self._sq_head = (self._sq_head + 1) % self._entries
         controller = self.controller
-        if controller is not None:
+        if self.ready:
+            assert controller is not None, "a queue that is ready has a controller"
             controller.heard = True
             if self.qid and not in_capsule_bytes and command.opcode == _READ:
                 self._io.read(command)
@@ -168,6 +178,13 @@ class Queue:
         elif controller is None:
             # Only Connect may come first, and its data must be in its capsule. Base §6.3.
             self.respond(command, Status.COMMAND_SEQUENCE_ERROR | DNR)
+        elif self.proof is not None and is_proof(command):
+            if command.fabrics_type == FabricsType.AUTHENTICATION_RECEIVE:
+                self.proof.receive(command)
+            else:  # what it sends must be in its capsule
+                self.respond(command, Status.INVALID_FIELD | DNR)
+        elif not self.ready:
+            self.respond(command, Status.AUTHENTICATION_REQUIRED | DNR)
         elif command.opcode == spec.FABRICS_OPCODE:
             self._admin(
                 command, controller.fabrics(command) if not self.qid else AdminReply(Status.INVALID_FIELD | DNR)
@@ -241,11 +258,21 @@ class Queue:
             else:
                 self.respond(command, Status.TRANSIENT_TRANSPORT_ERROR)
             return
-        if self.qid and self._io.in_capsule(command, length_bytes):
+        is_send = is_proof(command) and command.fabrics_type == FabricsType.AUTHENTICATION_SEND
+        if self.proof is not None and is_send and length_bytes <= MAX_MESSAGE_BYTES:
+            raw = memoryview(bytearray(length_bytes))
+            if self._stream.receive(raw):
+                self.proof.send(command, bytes(raw))
+            else:
+                self.respond(command, Status.TRANSIENT_TRANSPORT_ERROR)
+            return
+        if self.ready and self.qid and self._io.in_capsule(command, length_bytes):
             return
         self._io.drain()
         if self.controller is None:
             status = Status.INVALID_FIELD if is_connect else Status.COMMAND_SEQUENCE_ERROR
+        elif not self.ready:
+            status = Status.INVALID_FIELD if is_send else Status.AUTHENTICATION_REQUIRED
         else:
             status = Status.COMMAND_SEQUENCE_ERROR if is_connect else Status.INVALID_FIELD
         self.respond(command, status | DNR)
@@ -257,12 +284,18 @@ class Queue:
             self.qid, self._entries = qid, entries
             self._flow_control = not command.cdw11 >> 16 & spec.ConnectAttribute.DISABLE_SQ_FLOW_CONTROL
             self._sq_head = 1 % entries if self._flow_control else 0xFFFF
-            assert self.controller is not None, "a connected queue without a controller"
-            if qid:
-                self._conn.in_capsule_limit_bytes = self._limits.in_capsule_bytes
-                self._io.serve(self.controller, entries)
-            self._stream.set_timeout(self._limits.io_timeout_s)
+            if self.proof is None:
+                self.proven()
         self.respond(command, status, result)
+
+    def proven(self) -> None:
+        """From now on the queue takes commands."""
+        assert self.controller is not None, "a connected queue without a controller"
+        if self.qid:
+            self._conn.in_capsule_limit_bytes = self._limits.in_capsule_bytes
+            self._io.serve(self.controller, self._entries)
+        self._stream.set_timeout(self._limits.io_timeout_s)
+        self.ready = True
 
     def _admin(self, command: Command, reply: AdminReply) -> None:
         if reply.held:

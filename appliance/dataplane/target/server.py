@@ -24,8 +24,10 @@ from forebay.appliance.dataplane.target.buffers import BufferPool
 from forebay.appliance.dataplane.target.controller import Controller, DiscoveryController
 from forebay.appliance.dataplane.target.discovery import DiscoveryLog
 from forebay.appliance.dataplane.target.grants import GrantTable
+from forebay.appliance.dataplane.target.keyring import Keyring
 from forebay.appliance.dataplane.target.limits import TargetLimits
 from forebay.appliance.dataplane.target.precedence import Precedence
+from forebay.appliance.dataplane.target.proof import Proof, ProofTerms
 from forebay.appliance.dataplane.target.queue import Queue
 from forebay.appliance.dataplane.target.subsystems import ListenAddress, Namespace, Subsystem
 from forebay.appliance.dataplane.target.volume import Volume
@@ -132,6 +134,8 @@ class Server:
         self.boot_id = str(uuid4())
         self.grants = GrantTable()
         self.precedence = Precedence()
+        self.keyring = Keyring()
+        self.proof_terms = ProofTerms()
         self.buffers = BufferPool(self.limits.chunk_bytes, self.limits.buffer_bytes)
         self.lock = RLock()
         """Guards every change below, and controllers' `queues` and `closing`."""
@@ -246,7 +250,8 @@ class Server:
                 return Status.CONNECT_INVALID_HOST | DNR, 0
             host = HostIdentity(data.host_nqn, str(data.host_id))
             if qid:
-                return self._add_io_queue(queue, qid, data.controller_id, subsystem, host)
+                status, result = self._add_io_queue(queue, qid, data.controller_id, subsystem, host)
+                return status, result if status else result | self._ask_proof(queue, subsystem, host)
             if data.controller_id != DYNAMIC_CONTROLLER:
                 return bad, in_data | spec.CONNECT_DATA.offset_bytes("cntlid")
             cntlid = self._free_cntlid(subsystem)
@@ -258,7 +263,15 @@ class Server:
             queue.controller = controller
             self.counts["admin_qpairs"] += 1
             log.info("%s: controller %d of %s for %s %s", queue.peer, cntlid, subsystem.nqn, host.nqn, host.host_id)
-            return Status.SUCCESS, cntlid
+            return Status.SUCCESS, cntlid | self._ask_proof(queue, subsystem, host)
+
+    def _ask_proof(self, queue: Queue, subsystem: Subsystem, host: HostIdentity) -> int:
+        """Have the host of a queue prove who it is, if it has keys; AUTHREQ of its Connect's response."""
+        keys = subsystem.hosts.get(host.nqn)
+        if keys is None:
+            return 0
+        queue.proof = Proof(queue, keys.secrets, (host.nqn, subsystem.nqn), self.proof_terms)
+        return spec.CONNECT_ATR
 
     def _subsystem_at(self, nqn: str, listener: ListenAddress) -> Subsystem | None:
         if nqn == spec.DISCOVERY_NQN:
@@ -361,8 +374,8 @@ class Server:
             now_s = time.monotonic()
             with self.lock:
                 for queue in self.queues:
-                    if queue.controller is None and now_s - queue.accepted_s > self.limits.connect_timeout_s:
-                        log.info("%s: no Connect within %g s", queue.peer, self.limits.connect_timeout_s)
+                    if not queue.ready and now_s - queue.accepted_s > self.limits.connect_timeout_s:
+                        log.info("%s: not connected within %g s", queue.peer, self.limits.connect_timeout_s)
                         queue.cut()
                 late = [one for one in self.controllers if not one.closing and one.expired()]
                 for controller in late:

@@ -13,7 +13,7 @@ from forebay.nvmetcp.events import DataEnd
 from forebay.nvmetcp.spec import DIGEST_BYTES
 from forebay.nvmetcp.states import State
 
-__all__ = ["PeerLost", "Stream"]
+__all__ = ["NotProven", "PeerLost", "Stream"]
 
 _LINGER_S: Final = 1.0
 _LINGER_BYTES: Final = 64 << 20
@@ -21,6 +21,10 @@ _LINGER_BYTES: Final = 64 << 20
 
 class PeerLost(Exception):
     """The connection ended or stood still in the middle of something."""
+
+
+class NotProven(PeerLost):
+    """The host did not prove who it is, and was told so."""
 
 
 class Stream:
@@ -111,6 +115,11 @@ class Stream:
         with suppress(OSError):  # a courtesy, to a peer that may be gone
             self._sock.sendall(termination)
             self._sock.shutdown(socket.SHUT_WR)
+        self.linger()
+
+    def linger(self) -> None:
+        """Leave the peer a moment to read what was sent last, and to close."""
+        with suppress(OSError):
             self.set_timeout(_LINGER_S)
             end_s, left = time.monotonic() + _LINGER_S, _LINGER_BYTES
             while left > 0 and time.monotonic() < end_s and (data := self._sock.recv(65536)):

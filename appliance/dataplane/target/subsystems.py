@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 from uuid import UUID
 
+from forebay.appliance.dataplane.target.keyring import HostKeys
 from forebay.appliance.dataplane.target.volume import Volume
 
 __all__ = ["MAX_CNTLID", "ListenAddress", "Namespace", "Subsystem"]
@@ -73,7 +74,8 @@ class Subsystem:
         """First and last controller id."""
         self.discovery = discovery
         """This is the discovery subsystem: it has no namespaces, and is reached wherever any other one is."""
-        self.hosts: set[str] = set()
+        self.hosts: dict[str, HostKeys | None] = {}
+        """Host NQNs that may connect, each with the keys by which it has to prove that it is that host."""
         self.namespaces: dict[int, Namespace] = {}
         self.listeners: set[ListenAddress] = set()
 

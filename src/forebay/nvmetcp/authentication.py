@@ -139,7 +139,13 @@ class _Transcript:
         self._random = random
         self._transaction = 0
         self._hash = DhchapHash.SHA256
+        self._group = DhGroup.NULL
         self._shared = b""
+
+    @property
+    def agreed(self) -> tuple[DhchapHash, DhGroup]:
+        """The hash and the group of this transaction, once there was a challenge."""
+        return self._hash, self._group
 
     def _move(self, cause: str) -> None:
         self.step = TRANSITIONS[self.step][cause]
@@ -221,15 +227,15 @@ class HostAuthentication(_Transcript):
             raise _Wrong(AuthenticationFailure.HASH_NOT_USABLE)
         if group_id not in self._groups:
             raise _Wrong(AuthenticationFailure.GROUP_NOT_USABLE)
-        self._hash, group = DhchapHash(hash_id), DhGroup(group_id)
+        self._hash, self._group = DhchapHash(hash_id), DhGroup(group_id)
         value_at = layout.size + length
-        if length != digest_bytes(self._hash) or value_bytes != public_bytes(group):
+        if length != digest_bytes(self._hash) or value_bytes != public_bytes(self._group):
             raise _Wrong(_CUT_SHORT)
         if len(message) < value_at + value_bytes:
             raise _Wrong(_CUT_SHORT)
         challenge, mine = message[layout.size : value_at], b""
-        if group is not DhGroup.NULL:
-            exchange = Exchange(group, self._random)
+        if self._group is not DhGroup.NULL:
+            exchange = Exchange(self._group, self._random)
             shared = exchange.shared(message[value_at : value_at + value_bytes])
             if shared is None:
                 raise _Wrong(AuthenticationFailure.GROUP_NOT_USABLE)
@@ -285,7 +291,6 @@ class ControllerAuthentication(_Transcript):
     ) -> None:
         super().__init__(secrets, host_nqn, subsystem_nqn, random)
         self._hashes, self._groups = tuple(hashes), tuple(groups)
-        self._group = DhGroup.NULL
         self._exchange: Exchange | None = None
         self._challenge = b""
         self._sent_sequence = 0

@@ -17,6 +17,8 @@ __all__ = [
     "NamespaceIdentity",
     "active_namespaces",
     "async_event_request",
+    "authentication_receive",
+    "authentication_send",
     "connect",
     "flush",
     "get_features",
@@ -143,6 +145,27 @@ def property_set(cid: int, offset: int, value: int, *, wide: bool = False) -> Co
         cdw11=offset,
         cdw12=value & 0xFFFFFFFF,
         cdw13=value >> 32,
+    )
+
+
+def authentication_send(cid: int, length_bytes: int) -> Command:
+    """Authentication Send of a message, which is its in-capsule data. Base §6.2."""
+    return _authentication(FabricsType.AUTHENTICATION_SEND, cid, length_bytes)
+
+
+def authentication_receive(cid: int, room_bytes: int) -> Command:
+    """Authentication Receive of a message of at most ``room_bytes``. Base §6.1."""
+    return _authentication(FabricsType.AUTHENTICATION_RECEIVE, cid, room_bytes)
+
+
+def _authentication(kind: FabricsType, cid: int, length_bytes: int) -> Command:
+    return Command(
+        spec.FABRICS_OPCODE,
+        spec.SQE_PSDT_SGL,
+        cid,
+        kind,
+        cdw10=spec.AUTHENTICATION_PROTOCOL,
+        cdw11=length_bytes,
     )
 
 

@@ -39,7 +39,7 @@ def test_controllers_of_one_host_have_their_own_ids(rig: Rig) -> None:
 
 def test_a_host_that_is_not_allowed_is_refused(rig: Rig) -> None:
     rig.subsystem.allow_any_host = False
-    rig.subsystem.hosts.add(OTHER_NQN)
+    rig.subsystem.hosts[OTHER_NQN] = None
     with RawHost(rig.port).initialize() as host:
         done = host.connect(NQN)
         assert (done.status >> 8, done.status & 0xFF, done.do_not_retry) == (1, 0x84, True)

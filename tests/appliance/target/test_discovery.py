@@ -46,7 +46,7 @@ def attach(rig: Rig, **options: object) -> Association:
 @pytest.fixture
 def rig(disk_rig: Rig) -> Rig:
     closed = Subsystem(CLOSED, serial="FB2", model="Forebay", max_namespaces=4, allow_any_host=False)
-    closed.hosts.add(OTHER_NQN)
+    closed.hosts[OTHER_NQN] = None
     disk_rig.server.add_subsystem(closed)
     disk_rig.server.add_listener(closed, "IPv4", "127.0.0.1", disk_rig.port)
     return disk_rig
@@ -99,7 +99,7 @@ def test_persistent_discovery_is_told_of_changes(rig: Rig) -> None:
         assert host.admin.run(command.set_features(50, FeatureId.ASYNC_EVENT_CONFIGURATION, 1 << 31))[0].status == 0
         host.admin.send(host.admin.conn.send_command(command.async_event_request(60)))
         with server.lock:
-            closed.hosts.add(HOST_NQN)
+            closed.hosts[HOST_NQN] = None
             server.discovery_changed()
         done = host.admin.expect(ResponseReceived).completion
         assert (done.cid, done.result) == (60, 0x70F002)
