@@ -14,19 +14,16 @@ __all__ = ["BlockTensors"]
 
 
 class BlockTensors:
-    """What a worker holds of some layers of one group, in tensors ``[blocks, …]``: a layer's K and V, or its states.
+    """The caches of some of a worker's layers of one group, one tensor a layer, each ``[blocks, heads, …, content]``.
 
     A value is the tiles that this worker holds, back to back, in the order of their numbers: of each of its head
-    groups all layers, and inside a layer ``[head][token][content]``, or one state after the other. Any strides will
-    do, as long as the last axis is contiguous. Copies go through host memory and are complete when a call returns.
+    groups all layers, and inside a layer ``[head][token][content]``; a state is one head. Any strides will do, as long
+    as the last axis is contiguous. Copies go through host memory and are complete when a call returns.
     """
 
-    def __init__(self, layers: Sequence[Sequence[Any]], group: Group, heads: int) -> None:
-        """``layers`` are in the order of the group's, each ``[blocks, heads, tokens, content]``, or several states.
-
-        ``heads`` are here of the group's KV heads, whole head groups.
-        """
-        self._caches = [cache.view(torch.uint8) for caches in layers for cache in caches]
+    def __init__(self, layers: Sequence[Any], group: Group, heads: int) -> None:
+        """``layers`` are in the order of the group's; ``heads`` are here of its KV heads, whole head groups."""
+        self._caches = [cache.view(torch.uint8) for cache in layers]
         self._head_groups = heads * group.head_groups // group.kv_heads if group.kv_heads else 1
         self._spans: list[slice] = []
         at = 0
@@ -50,7 +47,7 @@ class BlockTensors:
                 torch.accelerator.current_stream(cache.device).synchronize()
 
     def _each(self, blocks: Sequence[int], values: Any) -> Iterator[tuple[Any, Any, Any]]:
-        """Each tensor: which of its rows, and its part of ``values``, ``[blocks, head groups, bytes]``."""
+        """Each layer: its cache, which of its rows, and its part of ``values``, ``[blocks, head groups, bytes]``."""
         rows = torch.tensor(list(blocks), dtype=torch.int64, device=self._caches[0].device)
         by_head_group = values.view(len(blocks), self._head_groups, -1)
         for cache, span in zip(self._caches, self._spans, strict=True):

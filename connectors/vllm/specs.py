@@ -73,13 +73,13 @@ def _cache_group(spec: Any) -> CacheGroup:
 
 def held_caches(
     config: Any, kv_cache: Any, kv_caches: Mapping[str, Any]
-) -> tuple[Sequence[Sequence[Sequence[Any]]], WorkerFacts]:
-    """What a worker holds: of each group, and of each of its layers, the tensors ``[blocks, …]``; and what they are.
+) -> tuple[Sequence[Sequence[Any]], WorkerFacts]:
+    """What a worker holds: of each group the layers' tensors ``[blocks, heads, …]``; and what they are.
 
     Raises `ConfigInvalid` for tensors of other shapes than are known.
     """
     groups = cache_groups(config, kv_cache)
-    caches: list[Sequence[Sequence[Any]]] = []
+    caches: list[Sequence[Any]] = []
     facts: list[GroupFacts] = []
     for group, cache in zip(kv_cache.kv_cache_groups, groups.groups, strict=True):
         names = sorted(group.layer_names, key=extract_layer_index)
@@ -100,40 +100,39 @@ _About = tuple[int, int, str, list[str]]
 """Heads, bytes of each, type, and what else makes the order of bytes."""
 
 
-def _attention(spec: Any, blocks: int, kv_caches: Mapping[str, Any]) -> tuple[list[list[Any]], _About]:
+def _attention(spec: Any, blocks: int, kv_caches: Mapping[str, Any]) -> tuple[list[Any], _About]:
+    """Tensors ``[blocks, heads, tokens, content]``; the backend's smaller blocks are an axis before the tokens."""
     tensors, details = [], []
     for name, cache in kv_caches.items():
         # The backend may like smaller blocks than the scheduler's: a whole number of them, one after the other.
         split, rest = divmod(cache.shape[0], blocks)
         known = (blocks * split, spec.num_kv_heads, spec.block_size // max(1, split))
         if cache.ndim != 4 or rest or tuple(cache.shape[:3]) != known or cache.stride(3) != 1:
-            raise ConfigInvalid(
-                f"the KV cache of {name} is {tuple(cache.shape)} with strides {cache.stride()}, and this connector "
-                f"knows {(blocks, spec.num_kv_heads, spec.block_size, 'content')}, or smaller blocks, with the content "
-                "of a token contiguous",
-                field="kv_cache_layout",
-            )
+            raise _unknown(name, cache, (blocks, spec.num_kv_heads, spec.block_size, "content"))
         if split > 1:
             details = [f"by{known[2]}"]
-        tensors.append([cache.unflatten(0, (blocks, split)).transpose(1, 2) if split > 1 else cache])
+        tensors.append(cache.unflatten(0, (blocks, split)).transpose(1, 2) if split > 1 else cache)
     first = next(iter(kv_caches.values()))
-    dtype = str(first.dtype).removeprefix("torch.")
-    return tensors, (spec.num_kv_heads, first.shape[3] * first.element_size(), dtype, details)
+    return tensors, (spec.num_kv_heads, first.shape[3] * first.element_size(), _type(first.dtype), details)
 
 
-def _states(spec: Any, blocks: int, kv_caches: Mapping[str, Any]) -> tuple[list[list[Any]], _About]:
-    tensors = []
-    for name, states in kv_caches.items():
-        held = list(states) if isinstance(states, list | tuple) else [states]
-        known = [(blocks, *shape) for shape in spec.shapes]
-        if [tuple(state.shape) for state in held] != known or any(state.stride(-1) != 1 for state in held):
-            raise ConfigInvalid(
-                f"the states of {name} are {[tuple(state.shape) for state in held]}, and this connector knows {known}",
-                field="kv_cache_layout",
-            )
-        tensors.append(held)
-    held = tensors[0]
-    dtypes = [str(state.dtype).removeprefix("torch.") for state in held]
-    size = sum(math.prod(state.shape[1:]) * state.element_size() for state in held)
-    shapes = ["x".join(str(axis) for axis in state.shape[1:]) for state in held]
-    return tensors, (1, size, "+".join(dtypes), shapes)
+def _states(spec: Any, blocks: int, kv_caches: Mapping[str, Any]) -> tuple[list[Any], _About]:
+    """Tensors ``[blocks, 1, 1, content]``: all of a layer's states one after the other."""
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+    for name, cache in kv_caches.items():
+        if tuple(cache.shape) != (blocks, 1, 1, size // cache.element_size()) or cache.stride(3) != 1:
+            raise _unknown(name, cache, (blocks, 1, 1, f"{size} bytes"))
+    shapes = ["x".join(str(axis) for axis in shape) for shape in spec.shapes]
+    return list(kv_caches.values()), (1, size, "+".join(_type(dtype) for dtype in spec.dtypes), shapes)
+
+
+def _type(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _unknown(name: str, cache: Any, known: tuple[object, ...]) -> ConfigInvalid:
+    return ConfigInvalid(
+        f"the KV cache of {name} is {tuple(cache.shape)} with strides {cache.stride()}, and this connector knows "
+        f"{known} with the content contiguous",
+        field="kv_cache_layout",
+    )

@@ -68,7 +68,7 @@ class WorkerHalf:
         self._counters = counters
         self._options = options
         self._clock = clock
-        self._caches: Sequence[Sequence[Sequence[Any]]] = ()
+        self._caches: Sequence[Sequence[Any]] = ()
         self._facts: WorkerFacts | None = None
         self._offer: SessionOffer | None = None
         self._link: Link | None = None
@@ -87,8 +87,8 @@ class WorkerHalf:
         self._staged_bytes = 0
         self._staged: dict[int, tuple[Save, Any]] = {}
 
-    def register(self, caches: Sequence[Sequence[Sequence[Any]]], facts: WorkerFacts) -> None:
-        """The KV cache: of each group the tensors of each layer, in the order of ``facts``."""
+    def register(self, caches: Sequence[Sequence[Any]], facts: WorkerFacts) -> None:
+        """The KV cache: of each group the tensor of each layer, in the order of ``facts``."""
         self._caches = caches
         self._facts = facts
         self._by_block = facts.cache_groups.plain

@@ -131,7 +131,7 @@ class Engine:
         stats = client.stat(keys) if keys else []
         return {key.key.hex(): [s.block.volume, s.block.offset_bytes] for key, s in zip(keys, stats, strict=True)}
 
-    def delete(self, keys: list[str], group: int) -> dict[str, Any]:
+    def delete_blocks(self, keys: list[str], group: int) -> dict[str, Any]:
         """Delete blocks at the node."""
         return {"done": self._client().delete([BlockKey(bytes.fromhex(key), group) for key in keys])}
 

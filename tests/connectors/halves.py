@@ -48,7 +48,7 @@ class Engine:
         each = HEADS // ranks
         for rank in range(ranks):
             worker = WorkerHalf(settings, (rank, ranks), self.counters, OPTIONS, SystemClock())
-            mine = [[layer[:, rank * each : (rank + 1) * each]] for layer in self.cache]
+            mine = [layer[:, rank * each : (rank + 1) * each] for layer in self.cache]
             held = GroupFacts(PLAIN.groups[0], tuple(range(LAYERS)), each, CONTENT * 4, "float32", "test")
             worker.register([mine], WorkerFacts((held,), BLOCK))
             self.workers.append(worker)

@@ -5,6 +5,7 @@ Two engines, each a process of its own; between them the node is killed and star
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.client.conftest import NodeProcess, eventually
+from tests.connectors.engine import VOCABULARY
 from tests.connectors.process import BLOCK, BLOCKS, WHOLE, EngineProcess, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -29,6 +31,24 @@ GEMMA = {
     "initializer_range": 0.2,
     "tie_word_embeddings": False,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+QWEN_NEXT = {
+    "config": "Qwen3NextConfig",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "initializer_range": 0.2,
 }
 NEEDED = 2
 """Blocks of a sliding group that the next token looks at."""
@@ -88,8 +108,18 @@ class Hybrid:
         return keys
 
     def delete(self, keys: list[str], group: int) -> None:
-        done: dict[str, Any] = self.engine.ask("delete", keys=keys, group=group)
+        done: dict[str, Any] = self.engine.ask("delete_blocks", keys=keys, group=group)
         assert done == {"done": ["ok"] * len(keys)}
+
+
+def rot(node: NodeProcess, volume: int, offset_bytes: int) -> None:
+    """Change one bit of what lies there."""
+    (path,) = node.data.rglob(f"volumes/{volume}.vol")
+    with path.open("r+b") as file:
+        file.seek(offset_bytes + 100)
+        (byte,) = file.read(1)
+        file.seek(offset_bytes + 100)
+        file.write(bytes([byte ^ 1]))
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +148,7 @@ def test_a_hit_is_as_long_as_every_group_has_what_it_needs(hybrid: Hybrid) -> No
 
 def test_one_block_of_the_window_that_rotted_is_computed_around(hybrid: Hybrid) -> None:
     key = hybrid.keys(hybrid.ROTTEN)[BLOCKS - 1]
-    volume, offset_bytes = hybrid.engine.ask("blocks", group=hybrid.sliding)[key]
-    (path,) = hybrid.node.data.rglob(f"volumes/{volume}.vol")
-    with path.open("r+b") as file:
-        file.seek(offset_bytes + 100)
-        (byte,) = file.read(1)
-        file.seek(offset_bytes + 100)
-        file.write(bytes([byte ^ 1]))
+    rot(hybrid.node, *hybrid.engine.ask("blocks", group=hybrid.sliding)[key])
     hybrid.again(hybrid.ROTTEN)  # vLLM goes on to count what it planned to load as cached
     assert hybrid.count("lost_blocks:checksum_mismatch") == 1
     eventually(lambda: hybrid.again(hybrid.ROTTEN) == (WHOLE, BLOCKS + NEEDED), "whole again", 60)
@@ -137,3 +161,43 @@ def test_local_and_external_hits_add_up(hybrid: Hybrid) -> None:
     answer = hybrid.engine.generate(hybrid.MIXED)
     assert answer["cached"] == [WHOLE] and answer["tokens"] == [hybrid.answers[hybrid.EVERYTHING.index(hybrid.MIXED)]]
     assert hybrid.count("loaded_blocks") - before == (BLOCKS - 3) + NEEDED
+
+
+@pytest.mark.long
+def test_states_of_linear_attention_are_found_where_they_were_left(tmp_path: Path) -> None:
+    """Qwen3-Next: a state is kept where a block ends and the engine stopped, which is at the last one of a prompt."""
+    node = NodeProcess(tmp_path / "data")
+    arguments: dict[str, Any] = {"extra": PLENTY, "sizes": QWEN_NEXT, "dtype": "bfloat16"}
+    first = EngineProcess(node, tmp_path / "model", tmp_path / "first.log", **arguments)
+    processes = [first]
+    try:
+        groups = first.ask("groups")
+        assert sorted(set(groups["kinds"])) == ["full", "mamba"] and len(set(groups["tokens"])) == 1
+        (block,) = set(groups["tokens"])
+        states = groups["kinds"].count("mamba")
+        one, other, lost = ([*random.Random(seed).choices(range(VOCABULARY), k=2 * block + 50)] for seed in range(3))
+        answers = [first.generate(each)["tokens"] for each in (one, other, lost)]
+        eventually(lambda: Hybrid.stored(first) == 3 * (2 + states), "all blocks and states", 60)
+        first.end()
+        node.kill()
+        node.start()
+        second = EngineProcess(node, tmp_path / "model", tmp_path / "second.log", **arguments)
+        processes.append(second)
+        eventually(lambda: second.ask("connected")["both"], "the second engine's session", 60)
+        answer = second.generate(one)
+        assert answer["tokens"] == answers[0] and answer["cached"] == [2 * block]
+        assert second.count("forebay_loaded_blocks") == 2 + states
+        # Without a state at its end a prefix is of no use, however much of the rest there is.
+        key = second.ask("keys", prompt=other)["keys"][1]
+        assert second.ask("delete_blocks", keys=[key], group=groups["kinds"].index("mamba"))["done"] == ["ok"]
+        answer = second.generate(other)
+        assert answer["tokens"] == answers[1] and answer["cached"] == [0]
+        key = second.ask("keys", prompt=lost)["keys"][1]
+        rot(node, *second.ask("blocks", group=groups["kinds"].index("mamba"))[key])
+        assert second.generate(lost)["tokens"] == answers[2]
+        assert second.count("forebay_lost_blocks:checksum_mismatch") == 1
+        second.end()
+    finally:
+        for process in processes:
+            process.kill()
+        node.stop()

@@ -64,14 +64,14 @@ def check(layout: str, dtype: Any, heads: int, most: int, layer_groups: int) -> 
             first = rank * heads // ranks
             views = [view[:, first : first + mine] for view in whole]
             tiles = held_tiles(group, rank, ranks)
-            tensors = BlockTensors([[view] for view in views], group, mine)
+            tensors = BlockTensors(views, group, mine)
             values = torch.empty((len(ROWS), tensors.value_bytes), dtype=torch.uint8)
             tensors.gather(ROWS, values)
             for row, block in enumerate(ROWS):
                 assert bytes(values[row].tolist()) == expected(views, group, tiles, block, first)
             others = [view[:, first : first + mine] for view in caches(layout, layers, heads, content, dtype)]
             before = [other.clone() for other in others]
-            BlockTensors([[other] for other in others], group, mine).scatter(ROWS, values)
+            BlockTensors(others, group, mine).scatter(ROWS, values)
             for view, other, old in zip(views, others, before, strict=True):
                 for block in range(BLOCKS):
                     want = view if block in ROWS else old
@@ -81,9 +81,40 @@ def check(layout: str, dtype: Any, heads: int, most: int, layer_groups: int) -> 
     return done
 
 
+def smaller_blocks(heads: int, parts: int) -> int:
+    """Blocks that the backend cuts into smaller ones are ``[head][part][token]``, wherever the parts lie."""
+    content = 6
+    memory = torch.rand(BLOCKS * parts, heads, TOKENS, content)
+    group = tiled(Group("full", (0,), TOKENS * parts, heads, content * 4, "float32", "test"), max_ranks=heads)
+    tensors = BlockTensors([memory.unflatten(0, (BLOCKS, parts)).transpose(1, 2)], group, heads)
+    values = torch.empty((len(ROWS), tensors.value_bytes), dtype=torch.uint8)
+    tensors.gather(ROWS, values)
+    for value, row in zip(values, ROWS, strict=True):
+        want = [memory[row * parts + part, head] for head in range(heads) for part in range(parts)]
+        assert bool((value == torch.stack(want).view(torch.uint8).flatten()).all())
+    before, untouched = memory.clone(), [row for row in range(BLOCKS) if row not in ROWS]
+    memory.unflatten(0, (BLOCKS, parts))[ROWS] = 0
+    tensors.scatter(ROWS, values)
+    assert bool((memory == before).all()) and untouched
+    return 1
+
+
+def states() -> int:
+    """A layer's state is bytes of one head, in pages that are longer than it; several ranks' are tiles of one block."""
+    pages = torch.randint(0, 256, (2, BLOCKS, 1, 1, 48), dtype=torch.uint8)
+    group = Group("mamba", (0, 2), 64, 2, 40, "bfloat16+float32", "test", head_groups=2)
+    tensors = BlockTensors(list(pages[..., :40]), group, 1)
+    values = torch.empty((len(ROWS), tensors.value_bytes), dtype=torch.uint8)
+    tensors.gather(ROWS, values)
+    assert held_tiles(group, 1, 2) == (1,) and group.layout().lengths == (80, 80)
+    assert bool((values == torch.cat([page[ROWS, 0, 0, :40] for page in pages], 1)).all())
+    return 1
+
+
 def main() -> None:
     torch.manual_seed(0)
-    print(sum(check(*case) for case in cases()))
+    split = sum(smaller_blocks(heads, parts) for heads, parts in ((1, 2), (4, 3)))
+    print(sum(check(*case) for case in cases()) + split + states())
 
 
 if __name__ == "__main__":
