@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from forebay.errors import InvalidArgument
 from forebay.ids import LBA_BYTES
+from forebay.nvmerdma import MAX_KEYED_BYTES
 
-__all__ = ["MAX_COMMAND_BYTES", "FabricsOptions", "NvmeTcpOptions"]
+__all__ = ["MAX_COMMAND_BYTES", "FabricsOptions", "NvmeRdmaOptions", "NvmeTcpOptions"]
 
 MAX_COMMAND_BYTES = LBA_BYTES << 16
 """The longest Read or Write: NLB has 16 bits and is 0's based. NVM §3.2.4."""
@@ -73,3 +74,28 @@ class NvmeTcpOptions(FabricsOptions):
 
     header_digest: bool = False
     data_digest: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeRdmaOptions(FabricsOptions):
+    """Settings of the NVMe/RDMA initiator, beside those of `FabricsOptions`.
+
+    ``staging_bytes``: registered memory of each queue, by way of which everything goes that is not in registered
+    memory of the caller. ``direct_bytes``: shorter runs of registered memory go by way of it, too, since each run is a
+    command. ``source``: own address to come from, which selects the device; None leaves it to the routes.
+    """
+
+    SECTION: ClassVar[str] = "nvme_rdma"
+    MOST_COMMAND_BYTES: ClassVar[int] = MAX_KEYED_BYTES // LBA_BYTES * LBA_BYTES
+
+    max_command_bytes: int = 1 << 20
+    staging_bytes: int = 8 << 20
+    direct_bytes: int = 64 << 10
+    source: str | None = None
+
+    def __post_init__(self) -> None:
+        FabricsOptions.__post_init__(self)
+        self._within("staging_bytes", self.max_command_bytes, 1 << 40)
+        self._within("direct_bytes", LBA_BYTES, 1 << 40)
+        self._multiple("staging_bytes")
+        self._multiple("direct_bytes")

@@ -9,7 +9,7 @@ from forebay.checksum import crc32c
 from forebay.client.transports.base import Outcome, ReadOp, Segment, WriteOp
 from forebay.errors import ForebayError
 
-__all__ = ["CHUNK_BYTES", "Request", "outcomes", "plan"]
+__all__ = ["CHUNK_BYTES", "Request", "clip", "outcomes", "plan"]
 
 CHUNK_BYTES = 256 << 10
 """Bytes received at a time, so that the checksum of a chunk finds it in the core's cache."""
@@ -216,7 +216,7 @@ def _split(op: ReadOp | WriteOp, index: int, size: int, max_bytes: int, *, write
         if write:
             segments = [Segment(piece, len(piece)) for piece in whole.pieces(at, length_bytes)]
         else:
-            segments = _clip(op.segments, at, length_bytes)
+            segments = clip(op.segments, at, length_bytes)
         request = Request(op.nsid, op.offset_bytes + at, length_bytes, segments, write=write)
         request.tag = op.tag if isinstance(op, WriteOp) else 0
         request.parts.append((index, 0, 0))
@@ -224,7 +224,7 @@ def _split(op: ReadOp | WriteOp, index: int, size: int, max_bytes: int, *, write
     return requests
 
 
-def _clip(segments: Sequence[Segment], offset_bytes: int, length_bytes: int) -> list[Segment]:
+def clip(segments: Sequence[Segment], offset_bytes: int, length_bytes: int) -> list[Segment]:
     """The part of ``segments`` in a range, without seeds: pieces may finish in any order."""
     out: list[Segment] = []
     for view, size, _ in segments:

@@ -1,0 +1,182 @@
+"""An RDMA device, and the memory that it may write to: verbs by the package ``ibverbs``, loaded when needed."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from bisect import bisect_right
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from forebay.client.transports.nvme_rdma_cm import library
+from forebay.errors import InvalidArgument, Unavailable
+
+__all__ = ["Device", "Key", "Memory", "Registration", "address_of", "usable", "verbs"]
+
+_ACTIVE = 4
+"""IBV_PORT_ACTIVE."""
+
+
+@cache
+def verbs() -> Any:
+    """The package ``ibverbs``. Raises `Unavailable` where it or what it needs is missing."""
+    try:
+        import ibverbs
+    except ImportError as e:
+        raise Unavailable(f"RDMA needs the package ibverbs (pip install 'forebay[rdma]') and libibverbs: {e}") from None
+    return ibverbs
+
+
+def usable() -> str | None:
+    """Why this machine cannot do NVMe/RDMA, or None. Looks at libraries and devices, and talks to nobody."""
+    try:
+        ib = verbs()
+        library()
+        devices = ib.get_device_list()
+    except Unavailable as e:
+        return e.message
+    except OSError as e:  # without the kernel's part there is no list
+        return f"this machine has no RDMA devices: {e}"
+    if not devices:
+        return "this machine has no RDMA devices"
+    for device in devices:
+        try:
+            with device.open() as context:
+                ports = range(1, context.query_device().phys_port_cnt + 1)
+                if any(context.query_port(port).state == _ACTIVE for port in ports):
+                    return None
+        except OSError as e:
+            reason = f"{device.name}: {e}"
+        else:
+            reason = f"no port of {device.name} is up"
+    return reason
+
+
+def address_of(view: memoryview) -> int:
+    """Where its bytes are."""
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+
+
+class Key(NamedTuple):
+    """What a range of registered memory is named by, here (``local``) and at the target (``remote``)."""
+
+    local: int
+    remote: int
+
+
+class Memory:
+    """Pages of our own that a device may write to until they are closed: ``remote`` by a peer, too."""
+
+    def __init__(self, device: Device, length_bytes: int, *, remote: bool) -> None:
+        # Anonymous pages of their own: nothing else can lie in them, whatever their end is.
+        self._pages = mmap.mmap(-1, length_bytes)
+        self.view = memoryview(self._pages)
+        self.address = address_of(self.view)
+        self._region = device.region(self.address, length_bytes, remote=remote)
+        self.key = Key(self._region.lkey, self._region.rkey)
+
+    def close(self) -> None:
+        """Take the memory from the device."""
+        self._region.close()
+
+
+class Registration:
+    """A caller's buffer that a target may read and write without a copy, until it is closed.
+
+    Its memory stays where it is meanwhile: the registration holds the buffer.
+    """
+
+    def __init__(self, device: Device, view: memoryview) -> None:
+        if view.readonly or not view.c_contiguous or not view.nbytes:
+            raise InvalidArgument("only contiguous writable memory can be registered", field="view")
+        self._device = device
+        self._view = view
+        self.address = address_of(view)
+        self.end = self.address + view.nbytes
+        self._region = device.region(self.address, view.nbytes, remote=True)
+        self.key = Key(self._region.lkey, self._region.rkey)
+
+    def close(self) -> None:
+        """Take the memory from the device: nothing can write to it after this. Idempotent.
+
+        An operation that is using it meanwhile fails.
+        """
+        self._device.forget(self)
+        self._region.close()
+
+
+class Device:
+    """An open device with its protection domain and what is registered in it. Thread-safe."""
+
+    def __init__(self, name: str) -> None:
+        ib = verbs()
+        found = next((d for d in ib.get_device_list() if d.name == name), None)
+        if found is None:
+            raise Unavailable(f"the RDMA device {name} is gone")
+        self.name = name
+        try:
+            self.context = found.open()
+            self.domain = self.context.alloc_pd()
+            self.read_depth = min(255, self.context.query_device().max_qp_rd_atom)
+        except OSError as e:
+            raise Unavailable(f"opening the RDMA device {name}: {e}") from e
+        self._lock = threading.Lock()
+        self._users = 1
+        # Replaced as a whole, so that readers need no lock: starts, ascending, and the registrations that start there.
+        self._known: tuple[list[int], list[Registration]] = ([], [])
+
+    def region(self, address: int, length_bytes: int, *, remote: bool) -> Any:
+        """Register memory. Raises `Unavailable`."""
+        flags = verbs().AccessFlags
+        access = flags.LOCAL_WRITE | (flags.REMOTE_WRITE | flags.REMOTE_READ if remote else 0)
+        try:
+            return self.domain.reg_mr(address, length_bytes, int(access))
+        except OSError as e:
+            raise Unavailable(
+                f"registering {length_bytes} bytes with {self.name}: {e}; locked memory may be limited (ulimit -l)"
+            ) from e
+
+    def register(self, view: memoryview) -> Registration:
+        """Register a caller's buffer. Raises `Unavailable`, and `InvalidArgument` for one that cannot be."""
+        made = Registration(self, view)
+        with self._lock:
+            every = sorted([*self._known[1], made], key=lambda one: one.address)
+            self._known = ([one.address for one in every], every)
+        return made
+
+    def forget(self, registration: Registration) -> None:
+        """What is registered no more is not found any more."""
+        with self._lock:
+            every = [one for one in self._known[1] if one is not registration]
+            self._known = ([one.address for one in every], every)
+
+    def find(self, address: int, length_bytes: int) -> Key | None:
+        """The key of registered memory that holds the whole range."""
+        starts, every = self._known
+        at = bisect_right(starts, address) - 1
+        if at < 0 or address + length_bytes > every[at].end:
+            return None
+        return every[at].key
+
+    @property
+    def has_registrations(self) -> bool:
+        """Whether `find` can find anything."""
+        return bool(self._known[0])
+
+    def hold(self) -> None:
+        """Another connection uses the device."""
+        with self._lock:
+            self._users += 1
+
+    def release(self) -> None:
+        """A connection, or who opened the device, does not use it any more; the last one closes it."""
+        with self._lock:
+            self._users -= 1
+            last = not self._users
+        if last:
+            for registration in self._known[1]:
+                registration.close()
+            self.domain.close()
+            self.context.close()

@@ -1,0 +1,49 @@
+# Runs in the guest: Soft-RoCE on its one interface, the kernel's NVMe/RDMA target on that, and rdma_suite.py as host.
+# test_rdma.py reads what comes of it.
+. /share/guest.sh
+. /share/settings # NQN ADDRESS PORT, TESTS (which of the suite)
+
+C=/sys/kernel/config
+null() { # null NAME MIB DELAY_NS: a disk in memory, which answers after that delay
+  local d=$C/nullb/$1; mkdir "$d"
+  echo 4096 > "$d/blocksize"; echo "$2" > "$d/size"; echo 1 > "$d/memory_backed"; echo 2 > "$d/queue_mode"
+  [ "$3" = 0 ] || { echo 2 > "$d/irqmode"; echo "$3" > "$d/completion_nsec"; }
+  echo 1 > "$d/power"
+}
+
+target() {
+  modprobe -a crc32_generic crc32-pclmul rdma_rxe ib_uverbs rdma_ucm nvmet nvmet-rdma
+  modprobe null_blk nr_devices=0
+  rdma link add rxe0 type rxe netdev eth0
+  mountpoint -q $C || mount -t configfs none $C
+  null fast 64 0
+  null slow 4 700000000
+  local s=$C/nvmet/subsystems/$NQN p=$C/nvmet/ports/1 n=0 disk
+  mkdir "$s"; echo 1 > "$s/attr_allow_any_host"
+  for disk in fast slow; do
+    n=$((n + 1)); mkdir "$s/namespaces/$n"
+    echo -n "/dev/$disk" > "$s/namespaces/$n/device_path"; echo 1 > "$s/namespaces/$n/enable"
+  done
+  mkdir "$p"; echo ipv4 > "$p/addr_adrfam"; echo rdma > "$p/addr_trtype"
+  echo "$ADDRESS" > "$p/addr_traddr"; echo "$PORT" > "$p/addr_trsvcid"; ln -s "$s" "$p/subsystems/"
+}
+
+suite() {
+  # The client's package imports gRPC and all else of it, for half a minute here: only some of its modules are wanted.
+  mkdir /tmp/python
+  cat > /tmp/python/sitecustomize.py <<'P'
+import sys, types
+package = sys.modules["forebay.client"] = types.ModuleType("forebay.client")
+package.__path__ = ["/mnt/repo/src/forebay/client"]
+P
+  cd /tmp
+  export PYTHONPATH=/tmp/python:/mnt/repo/src:/mnt/site PYTHONDONTWRITEBYTECODE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+  export NQN ADDRESS PORT
+  timeout 240 python3 -X faulthandler -m pytest --noconftest -c /dev/null --rootdir /mnt/repo --import-mode=importlib \
+    -p no:cacheprovider -o faulthandler_timeout=60 -o junit_family=xunit2 --junitxml=/share/results.xml \
+    --durations=8 -q $TESTS /mnt/repo/tests/interop/rdma_suite.py
+}
+
+dmesg -c > /dev/null
+check target
+check suite
