@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -543,6 +544,12 @@ def test_a_target_killed_in_the_middle_of_reads(shared_node: NodeProcess) -> Non
         assert client.stats.reconnects >= 1
 
 
+def stopped(pid: int) -> bool:
+    """Whether no thread of a process runs: on a busy machine some do for a while after the signal was sent."""
+    threads = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
+
+
 @pytest.mark.parametrize("part", ["daemon", "target"])
 def test_a_stopped_process_holds_nobody_up(shared_node: NodeProcess, part: str) -> None:
     """Half-open: the kernel still answers, the process does not. Calls end at their deadlines."""
@@ -551,6 +558,7 @@ def test_a_stopped_process_holds_nobody_up(shared_node: NodeProcess, part: str) 
     with shared_node.connect(options=OPTIONS) as client:
         assert client.put([key], [value])[0].stored
         os.kill(pid, signal.SIGSTOP)
+        eventually(lambda: stopped(pid), "every thread of it has stopped")
         try:
             start = time.monotonic()
             assert client.get([key], deadline_ms=300)[0].reason == "deadline_exceeded"
