@@ -119,7 +119,7 @@ class BlockDeviceTransport(Transport):
         device_reads: DeviceReads | None = None,
     ) -> None:
         self._nqn = subsystem_nqn
-        self._nguids = nguids or {}
+        self._nguids: Mapping[int, str] = {} if nguids is None else nguids  # its owner adds to an empty one, too
         self._local = local
         self._writable = writable
         self._options = options or BlockDeviceOptions()

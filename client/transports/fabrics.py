@@ -89,7 +89,7 @@ class FabricsTransport(Transport):
     ) -> None:
         self._subsystem = subsystem
         self._host = host
-        self._nguids = nguids or {}
+        self._nguids: Mapping[int, str] = {} if nguids is None else nguids  # its owner adds to an empty one, too
         self._options = options
         self._clock = clock or SystemClock()
         self._random = random.Random(seed)

@@ -76,6 +76,19 @@ def set_field(name: str, value: Any) -> Callable[[Any], Any]:
     return lie
 
 
+def test_another_volume_in_the_place_of_the_one_named_is_neither_read_nor_written(node: ScriptedNode) -> None:
+    """What the node calls the volume is compared with what the target says of itself."""
+
+    def other(reply: pb.SessionReply) -> pb.SessionReply:
+        reply.volumes[0].nguid = "ff" * 16
+        return reply
+
+    node.answer["OpenSession"] = other
+    with node.connect(options=OPTIONS) as client:
+        assert {result.reason for result in client.put(KEYS, VALUES)} == {"volume_mismatch"}
+        node.answer.clear()
+
+
 ACQUIRE_LIES: list[tuple[str, Any]] = [
     ("status", b""),
     ("status", bytes(5)),
