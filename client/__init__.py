@@ -33,12 +33,15 @@ from forebay.client.results import (
     PutResult,
     StatResult,
     TilesResult,
+    VolumeTransport,
     WatchEvent,
 )
+from forebay.client.transports.block_device import BlockDeviceOptions
 from forebay.client.transports.options import NvmeTcpOptions
 
 __all__ = [
     "Admin",
+    "BlockDeviceOptions",
     "BlockStat",
     "Client",
     "ClientOptions",
@@ -67,6 +70,7 @@ __all__ = [
     "SessionInfo",
     "StatResult",
     "TilesResult",
+    "VolumeTransport",
     "WatchEvent",
     "WritePlan",
     "connect",

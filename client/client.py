@@ -26,6 +26,7 @@ from forebay.client.results import (
     PutResult,
     StatResult,
     TilesResult,
+    VolumeTransport,
     WatchEvent,
 )
 from forebay.client.rpc import NodeAddress, Rpc, find_token
@@ -63,6 +64,7 @@ _Words = list[str]
 _Stats = list[StatResult]
 _Tiles = list[TilesResult]
 _Keyspaces = list[KeyspaceInfo]
+_Transports = list[VolumeTransport]
 _PAGE = 1_000
 _WATCH_RETRY_MS = 200
 
@@ -495,7 +497,12 @@ class Client:
                 bytes_written=self._bytes_written,
                 reconnects=self._session.reconnects,
                 reopened=self._session.reopened,
+                fallbacks=self._session.fallbacks,
             )
+
+    def transports(self, *, deadline_ms: int | None = None) -> _Transports:
+        """How each volume is read now, after a look at what this machine has."""
+        return self._session.transports(self._until(deadline_ms))
 
     def close(self) -> None:
         """Give back leases, end the session if it was opened here, and disconnect. Idempotent."""

@@ -20,6 +20,7 @@ __all__ = [
     "PutResult",
     "StatResult",
     "TilesResult",
+    "VolumeTransport",
     "WatchEvent",
 ]
 
@@ -177,7 +178,10 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class ClientStats:
-    """Counters since the client was made. ``reconnects`` are of the data path, ``reopened`` counts sessions."""
+    """Counters since the client was made. ``reconnects`` are of the data path, ``reopened`` counts sessions.
+
+    ``fallbacks`` counts by kind of transport how often it failed for a volume that then went by another one.
+    """
 
     hits: int
     misses: dict[str, int] = field(default_factory=dict)
@@ -186,3 +190,17 @@ class ClientStats:
     bytes_written: int = 0
     reconnects: int = 0
     reopened: int = 0
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeTransport:
+    """How a volume is read now: by which kind of transport (block, rdma, tcp, none) and from where.
+
+    ``instead_of`` has the kinds that would be preferred, and why each is not used.
+    """
+
+    volume: int
+    transport: str
+    place: str
+    instead_of: Mapping[str, str]

@@ -14,6 +14,7 @@ import grpc
 
 from forebay.checksum import CRC32C
 from forebay.client.options import ClientOptions
+from forebay.client.results import VolumeTransport
 from forebay.client.rpc import Rpc
 from forebay.client.transports.base import Transport
 from forebay.client.transports.choice import KINDS, Choice, ChosenWay, Kind, Offer
@@ -146,9 +147,18 @@ class Session:
         with self._changing:
             return dict(sum((choice.fallbacks for choice, _ in self._transports.values()), self._past_fallbacks))
 
-    def chosen(self) -> list[ChosenWay]:
-        """How each volume is read now."""
-        return [way for choice, _ in list(self._transports.values()) for way in choice.chosen()]
+    def transports(self, deadline_ms: int) -> list[VolumeTransport]:
+        """How each volume is read now, after a look at what there is."""
+        self._connect_transports(deadline_ms)
+        ways: dict[Transport, dict[int, ChosenWay]] = {
+            choice: {one.nsid: one for one in choice.chosen()} for choice, _ in list(self._transports.values())
+        }
+        found = []
+        for volume, route in sorted(self._view.routes.items()):
+            way = ways.get(route.transport, {}).get(route.nsid)
+            if way is not None:
+                found.append(VolumeTransport(volume, way.transport, way.place, way.instead_of))
+        return found
 
     @property
     def closed(self) -> bool:
