@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import vllm
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -28,6 +26,7 @@ from forebay.connectors.vllm.identity import check_supported, schema_of
 from forebay.connectors.vllm.messages import StepWork, WorkerFacts, WorkerReport
 from forebay.connectors.vllm.scheduler import SchedulerHalf
 from forebay.connectors.vllm.settings import Settings
+from forebay.connectors.vllm.shielding import shielded
 from forebay.connectors.vllm.specs import cache_groups, held_caches
 from forebay.connectors.vllm.stats import ConnectorStats, PrometheusMetrics
 from forebay.connectors.vllm.versions import check_version
@@ -57,26 +56,6 @@ class _Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
         assert isinstance(other, _Report)
         self.report.add(other.report)
         return self
-
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _shielded(default: Callable[[], Any]) -> Callable[[_F], _F]:
-    """A method that fails answers ``default()`` instead, and says so: the engine must live on without storage."""
-
-    def decorate(method: _F) -> _F:
-        @functools.wraps(method)
-        def call(self: ForebayConnector, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception:
-                _log.exception("%s failed; the engine goes on without what it would have done", method.__name__)
-                return default()
-
-        return call  # type: ignore[return-value]
-
-    return decorate
 
 
 class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -148,12 +127,12 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         self._scheduler.null_block = gpu_block_pool.null_block.block_id
 
-    @_shielded(lambda: None)
+    @shielded(lambda: None)
     def on_new_request(self, request: Any) -> None:
         assert self._scheduler is not None
         self._scheduler.arrived(request)
 
-    @_shielded(lambda: (0, False))
+    @shielded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self._scheduler is not None
         return self._scheduler.matched(request, num_computed_tokens)
@@ -167,7 +146,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         return _Work(self._scheduler.step(scheduler_output))
 
-    @_shielded(lambda: None)
+    @shielded(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduler is not None
         meta = connector_output.kv_connector_worker_meta
@@ -179,7 +158,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @_shielded(lambda: (False, None))
+    @shielded(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -212,7 +191,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Saves are taken at the end of the step."""
 
-    @_shielded(lambda: None)
+    @shielded(lambda: None)
     def wait_for_save(self) -> None:
         assert self._worker is not None
         self._worker.end(self._work)
@@ -227,7 +206,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    @_shielded(lambda: None)
+    @shielded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         assert self._worker is not None
         report = self._worker.report()
@@ -255,7 +234,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> PrometheusMetrics:
         return PrometheusMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    @_shielded(lambda: None)
+    @shielded(lambda: None)
     def shutdown(self) -> None:
         for half in (self._worker, self._scheduler):
             if half is not None:

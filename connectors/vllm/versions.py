@@ -26,7 +26,7 @@ def check_version(settings: Settings) -> None:
     )
     if not settings.untested_engine:
         raise ConfigInvalid(
-            f"{message}: install one of them, or set untested_engine in kv_connector_extra_config",
+            f"{message}: install one of them, or set untested_engine",
             field="untested_engine",
         )
     _log.warning("%s", message)

@@ -29,6 +29,7 @@ from forebay.clock import SystemClock
 from forebay.connectors.vllm.counters import Counters
 from forebay.connectors.vllm.link import Link
 from forebay.connectors.vllm.modes import ModeSwitch
+from forebay.connectors.vllm.shielding import shielded
 from forebay.connectors.vllm.tier.counting import TIER_METRICS
 from forebay.connectors.vllm.tier.hints import hints_of
 from forebay.connectors.vllm.tier.identity import configuration_of, tier_schema
@@ -122,6 +123,7 @@ class ForebayTier(SecondaryTierManager):  # type: ignore[misc]
         self._link.note(reasons)
         return reasons
 
+    @shielded(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if self._mode.now == "off":
             return LookupResult.MISS
@@ -130,21 +132,25 @@ class ForebayTier(SecondaryTierManager):  # type: ignore[misc]
             return LookupResult.RETRY
         return LookupResult.HIT if reason == "ok" and self._mode.now == "on" else LookupResult.MISS
 
+    @shielded(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         hints = hints_of(req_context.kv_transfer_params, req_context.kv_hints)
         if hints is not None:
             req_context.set_state(hints)
         return RequestOffloadingContext()
 
+    @shielded(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.forget(req_context.req_id)
 
+    @shielded(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._lookups.flush()
         if self._touched:
             touched, self._touched = list(self._touched), {}
             self._lookups.background(lambda: self._touch(touched))
 
+    @shielded(lambda: None)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         if self._mode.now == "on" and len(self._touched) < _TOUCHED:
             self._touched.update(dict.fromkeys(get_offload_block_hash(key) for key in keys))
@@ -156,6 +162,8 @@ class ForebayTier(SecondaryTierManager):  # type: ignore[misc]
             client.touch(self._settings.named(client, keys), deadline_ms=self._settings.probe_timeout_ms)
 
     # --- jobs -------------------------------------------------------------------------------------------------------
+
+    # A job that is never reported would keep its rows, and its requests, for ever: these are not shielded.
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         job = self._job(job_metadata)
@@ -201,12 +209,13 @@ class ForebayTier(SecondaryTierManager):  # type: ignore[misc]
 
     # --- what happened ----------------------------------------------------------------------------------------------
 
+    @shielded(list)
     def take_events(self) -> Iterable[OffloadingEvent]:
-        if self._inventory is None:
-            return
-        for stored, keys in self._inventory.take():
-            named = [self._key(key) for key in keys]
-            yield OffloadingEvent(keys=named, medium=self.medium, removed=not stored, locality=self.locality)
+        changes = [] if self._inventory is None else self._inventory.take()
+        return [
+            OffloadingEvent([self._key(key) for key in keys], self.medium, removed=not stored, locality=self.locality)
+            for stored, keys in changes
+        ]
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
@@ -215,6 +224,7 @@ class ForebayTier(SecondaryTierManager):  # type: ignore[misc]
             for name, meaning in TIER_METRICS.items()
         }
 
+    @shielded(lambda: None)
     def get_stats(self) -> OffloadingConnectorStats | None:
         counts = self._counters.take()
         if not counts:
