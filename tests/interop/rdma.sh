@@ -1,7 +1,7 @@
 # Runs in the guest: Soft-RoCE on its one interface, the kernel's NVMe/RDMA target on that, and rdma_suite.py as host.
 # test_rdma.py reads what comes of it.
 . /share/guest.sh
-. /share/settings # NQN ADDRESS PORT, TESTS (which of the suite)
+. /share/settings # NQN ADDRESS PORT, and KEYWORDS of the tests to run
 
 C=/sys/kernel/config
 null() { # null NAME MIB DELAY_NS: a disk in memory, which answers after that delay
@@ -41,7 +41,7 @@ P
   export NQN ADDRESS PORT
   timeout 240 python3 -X faulthandler -m pytest --noconftest -c /dev/null --rootdir /mnt/repo --import-mode=importlib \
     -p no:cacheprovider -o faulthandler_timeout=60 -o junit_family=xunit2 --junitxml=/share/results.xml \
-    --durations=8 -q $TESTS /mnt/repo/tests/interop/rdma_suite.py
+    --durations=8 -q -k "$KEYWORDS" /mnt/repo/tests/interop/rdma_suite.py
 }
 
 dmesg -c > /dev/null

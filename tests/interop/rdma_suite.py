@@ -337,3 +337,20 @@ def test_nothing_is_left_behind() -> None:
         one.close()
     eventually(lambda: held() == before, f"{before} again, which are {held()}")
     assert opened() == files
+
+
+def test_the_device_goes_away_in_the_middle() -> None:
+    """The last one: no RDMA comes after it."""
+    one = make(connections=1)
+    assert write(one, b"\x55" * SIZE, SLOW).error is None
+    into = bytearray(b"\xaa" * SIZE)
+    one.register(memoryview(into), now_ms() + LONG_MS)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read, one, into, SLOW)
+        eventually(lambda: _busy(one), "the read is under way")
+        # Soft-RoCE waits until this process has ended, since the connection manager's library keeps the device open.
+        subprocess.Popen(["rdma", "link", "delete", "rxe0"])
+        outcome = reading.result()
+    assert outcome.error is None or isinstance(outcome.error, ConnectionLost | ProtocolError)
+    assert into == (b"\x55" if outcome.error is None else b"\xaa") * SIZE
+    one.close()
