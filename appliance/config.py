@@ -21,6 +21,9 @@ from typing import Any
 
 from forebay.appliance.dataplane.labels import MIN_REGION_BYTES, REGION_UNIT_BYTES
 from forebay.appliance.settings import (
+    AttachedHost,
+    AttachedHosts,
+    BdevAddress,
     Boolean,
     Choice,
     CoreMask,
@@ -149,6 +152,14 @@ class TargetConfig:
         Endpoint("127.0.0.1", 4420),
         "Where NVMe/TCP hosts connect: the address is told to clients, so it must be one that they can reach. "
         "Block data crosses it unencrypted.",
+    )
+    attached_hosts: tuple[AttachedHost, ...] = setting(
+        "attached_hosts",
+        AttachedHosts(),
+        (),
+        "NVMe hosts that may attach a tenant's volumes as block devices (`nvme connect`): machines on which clients read "
+        "that way (docs/transports.md). Such a host reads every byte of the tenant's volumes, whatever the rights of who "
+        "uses it; it never has a grant to write.",
     )
     on_stop: str = setting(
         "on_stop",

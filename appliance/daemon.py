@@ -298,6 +298,7 @@ class _Daemon:
                 reclaim_bytes_per_s=config.space.reclaim_bytes_per_s,
                 watermarks=Watermarks(config.space.high_watermark, config.space.low_watermark),
                 scrub=ScrubLimits(config.scrub.rate_bytes_per_s, config.scrub.interval_ms),
+                attached_hosts=tuple((host.tenant, host.nqn) for host in config.target.attached_hosts),
             )
             node = await Node.open(
                 store,

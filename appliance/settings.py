@@ -13,6 +13,8 @@ from typing import Any
 from forebay.errors import ConfigInvalid
 
 __all__ = [
+    "AttachedHost",
+    "AttachedHosts",
     "Boolean",
     "Choice",
     "CoreMask",
@@ -306,6 +308,65 @@ class FilePath(Folder):
 
     def allowed(self) -> str:
         return "a file"
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedHost:
+    """An NVMe host that is no session's: it may connect to a tenant's subsystem and sees all volumes there."""
+
+    tenant: str
+    nqn: str
+
+    def __str__(self) -> str:
+        return f"{self.tenant}/{self.nqn}"
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedHosts(Kind):
+    """Hosts, each as ``TENANT/HOST-NQN``: a list, or one text with commas."""
+
+    def parse(self, value: Any, name: str, base: Path) -> tuple[AttachedHost, ...]:
+        given = value.split(",") if isinstance(value, str) else value
+        if not isinstance(given, list | tuple):
+            raise _refuse(name, value, self)
+        found = []
+        for one in given:
+            # Base §4.7: 223 bytes at most, and UTF-8; commas and spaces are nowhere used in one.
+            host = re.fullmatch(r"\s*([a-z0-9._-]+)/(nqn\.[!-+\--~]{1,219})\s*", one if isinstance(one, str) else "")
+            if host is None and one != "":
+                raise _refuse(name, one, self)
+            if host is not None:
+                found.append(AttachedHost(host[1], host[2]))
+        return tuple(found)
+
+    def allowed(self) -> str:
+        return "a list of hosts, each as `TENANT/HOST-NQN`"
+
+    def show(self, value: Any) -> str:
+        return json.dumps([str(host) for host in value])
+
+
+@dataclass(frozen=True, slots=True)
+class BdevAddress(Kind):
+    """What SPDK makes a bdev of, as ``kind:where``."""
+
+    def parse(self, value: Any, name: str, base: Path) -> str:
+        if not isinstance(value, str):
+            raise _refuse(name, value, self)
+        kind, _, where = value.partition(":")
+        pci = re.fullmatch(r"[0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]", where)
+        fits = {
+            "nvme": pci is not None,
+            "aio": where not in ("", "."),
+            "uring": where not in ("", "."),
+            "malloc": re.fullmatch(r"[A-Za-z0-9]{1,16}", where) is not None,
+        }
+        if "\0" in where or not fits.get(kind):
+            raise _refuse(name, value, self)
+        return f"{kind}:{base / Path(where).expanduser()}" if kind in ("aio", "uring") else value
+
+    def allowed(self) -> str:
+        return '"nvme:PCI address", "aio:file or device", "uring:file or device" or "malloc:name"'
 
 
 @dataclass(frozen=True, slots=True)

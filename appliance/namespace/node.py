@@ -82,6 +82,8 @@ class NodeLimits:
     reclaim_bytes_per_s: int = 1 << 30
     watermarks: Watermarks = field(default_factory=Watermarks)
     scrub: ScrubLimits = field(default_factory=ScrubLimits)
+    attached_hosts: tuple[tuple[str, str], ...] = ()
+    """Hosts that belong to no session and see all volumes of a tenant: (tenant, NQN)."""
 
 
 class Node:
@@ -156,6 +158,7 @@ class Node:
         node.recovered = await recover(
             engine, node.state, was_clean=meta.was_clean, checkpoint=checkpoint, node_id=meta.node_id
         )
+        await node._admit_attached()
         for namespace in node.state.namespaces:
             if namespace.deleting and node.drives.all_there(namespace.id):
                 await node._finish_delete(namespace)
@@ -184,9 +187,27 @@ class Node:
                 if session.state is SessionState.OPEN
                 for host in session.hosts.values()
             ]
+            views += self._attached()
             differences = await self.engine.target.reconcile(list(self.engine.space.specs.values()), views)
         self.engine.counters["target_differences"] += len(differences)
         return differences
+
+    def _attached(self) -> list[HostView]:
+        """What hosts that belong to no session see: they are in no grant, so they read and never write."""
+        seen = []
+        for tenant, nqn in self.limits.attached_hosts:
+            volumes = tuple([spec for spec in self.engine.space.specs.values() if spec.tenant == tenant])
+            if volumes:
+                seen.append(HostView(tenant, HostIdentity(nqn, ""), volumes))
+        return seen
+
+    async def _admit_attached(self) -> None:
+        """Let attached hosts see volumes that are new. What does not work now is put right by `reconcile`."""
+        for view in self._attached():
+            try:
+                await self.engine.target.add_host(view.tenant, view.host, view.volumes)
+            except ForebayError as e:
+                _log.warning("%s does not see all volumes of %s yet: %s", view.host.nqn, view.tenant, e)
 
     def _specs(self, namespace: int) -> list[VolumeSpec]:
         specs = self.engine.space.specs
@@ -218,6 +239,7 @@ class Node:
                 raise
             crash_point("namespace.after_volumes_before_live")
             await self.state.namespaces.put(namespace)
+            await self._admit_attached()
         return namespace
 
     async def update_namespace(self, full_name: str, **options: int | str) -> Namespace:
