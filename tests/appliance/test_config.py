@@ -189,3 +189,15 @@ def test_no_text_makes_the_reader_fail_otherwise(text: str) -> None:
             load(environ=environ)
         except ConfigInvalid as error:
             assert error.field
+
+
+def test_attached_hosts_are_a_list_or_one_text(tmp_path: Path) -> None:
+    nqn = "nqn.2014-08.org.nvmexpress:uuid:0aa508fa-d5a0-47ad-8ad2-ed1e833f60f8"
+    listed = from_text(tmp_path, f'[target]\nattached_hosts = ["acme/{nqn}", "b.c/nqn.2026-01.x:y"]\n')
+    assert [str(host) for host in listed.target.attached_hosts] == [f"acme/{nqn}", "b.c/nqn.2026-01.x:y"]
+    texted = from_text(tmp_path, "", {"FOREBAY_TARGET_ATTACHED_HOSTS": f"acme/{nqn}, b.c/nqn.2026-01.x:y"})
+    assert texted.target.attached_hosts == listed.target.attached_hosts
+    assert from_text(tmp_path, render_toml(listed)).target == listed.target
+    for wrong in ("7", f'["{nqn}"]', '["acme/host"]', '["acme/nqn.2026-01.a b"]', "[1]"):
+        error = refused(tmp_path, f"[target]\nattached_hosts = {wrong}\n")
+        assert error.field == "target.attached_hosts"
