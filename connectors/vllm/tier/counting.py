@@ -7,6 +7,7 @@ __all__ = ["TIER_METRICS"]
 TIER_METRICS = {
     "hit_blocks": "Chunks that were not in the host pool, and that the node has.",
     "missed_blocks": "Chunks that were asked for and are not to be had from the node, by reason.",
+    "decisions": "Requests of which the node has something, by what the guard decided.",
     "loaded_blocks": "Chunks read from the node into the host pool.",
     "loaded_bytes": "Bytes read from the node into the host pool.",
     "load_seconds": "Time that load jobs took, each from when it was submitted to its end.",

@@ -44,7 +44,7 @@ class Lookups:
         self._clock = clock
         self._patience_ms = patience_ms
         self._known: dict[bytes, _Asked] = {}
-        self._keys_of: dict[str, set[bytes]] = {}
+        self._keys_of: dict[str, dict[bytes, None]] = {}  # in the order of a request's blocks
         self._batch: list[tuple[bytes, _Asked]] = []
         self._threads = ThreadPoolExecutor(_THREADS, "forebay-lookup")
 
@@ -55,7 +55,7 @@ class Lookups:
             asked = self._known[key] = _Asked(self._clock.monotonic_ms())
             self._batch.append((key, asked))
         asked.requests.add(request)
-        self._keys_of.setdefault(request, set()).add(key)
+        self._keys_of.setdefault(request, {})[key] = None
         if asked.verdict is None:
             answer = asked.answer
             if answer is None and self._clock.monotonic_ms() - asked.asked_at_ms >= self._patience_ms:
@@ -63,6 +63,16 @@ class Lookups:
                 self._counters.add("missed_blocks", reason=answer)
             asked.verdict = answer
         return asked.verdict
+
+    def present(self, request: str) -> int:
+        """How many of the keys that a request has asked for are there, up to the first that is not known to be."""
+        run = 0
+        for key in self._keys_of.get(request, ()):
+            asked = self._known[key]
+            if (asked.verdict or asked.answer) != "ok":
+                break
+            run += 1
+        return run
 
     def flush(self) -> None:
         """Ask the node for everything that was asked for since the last call."""

@@ -26,10 +26,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from forebay.client import ClientOptions, Hints, WatchEvent
 from forebay.clock import SystemClock
+from forebay.connectors.guard import Guard
 from forebay.connectors.vllm.counters import Counters
 from forebay.connectors.vllm.link import Link
 from forebay.connectors.vllm.modes import ModeSwitch
 from forebay.connectors.vllm.shielding import shielded
+from forebay.connectors.vllm.tier.allowance import Allowance
 from forebay.connectors.vllm.tier.counting import TIER_METRICS
 from forebay.connectors.vllm.tier.hints import hints_of
 from forebay.connectors.vllm.tier.identity import configuration_of, tier_schema
@@ -93,6 +95,10 @@ class ForebayTier(SecondaryTierManager):  # type: ignore[misc]
         pending_bytes = settings.pending_bytes or len(pool.memory) // 2
         self._transfers = Transfers(pool, self._link, node, self._counters, clock, pending_bytes=pending_bytes)
         self._inventory = self._events(settings, offloading_spec)
+        self._allowance = None
+        if node.guard and node.prefill_tokens_per_s:  # no step tells a tier how long it takes
+            guard = Guard(clock, tokens_per_s=node.prefill_tokens_per_s, limit_ms=node.load_timeout_ms)
+            self._allowance = Allowance(guard, self._counters, schema.groups[0].block_tokens)
         self._link.wait(options.connect_ms)
 
     def _events(self, settings: TierSettings, offloading_spec: Any) -> Inventory | None:
@@ -130,7 +136,14 @@ class ForebayTier(SecondaryTierManager):  # type: ignore[misc]
         reason = self._lookups.ask(get_offload_block_hash(key), req_context.req_id)
         if reason is None:
             return LookupResult.RETRY
-        return LookupResult.HIT if reason == "ok" and self._mode.now == "on" else LookupResult.MISS
+        if reason != "ok" or self._mode.now != "on" or not self._allows(req_context.req_id, key):
+            return LookupResult.MISS
+        return LookupResult.HIT
+
+    def _allows(self, request: str, key: OffloadKey) -> bool:
+        if self._allowance is None:
+            return True
+        return self._allowance.grants(request, get_offload_block_hash(key), self._lookups.present(request))
 
     @shielded(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -142,6 +155,8 @@ class ForebayTier(SecondaryTierManager):  # type: ignore[misc]
     @shielded(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.forget(req_context.req_id)
+        if self._allowance is not None:
+            self._allowance.forget(req_context.req_id)
 
     @shielded(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -173,7 +188,10 @@ class ForebayTier(SecondaryTierManager):  # type: ignore[misc]
             self._transfers.spare(job)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._transfers.submit(self._job(job_metadata))
+        job = self._job(job_metadata)
+        if self._allowance is not None:
+            self._allowance.began(job.ident, len(job.keys))
+        self._transfers.submit(job)
 
     def _job(self, job: TransferJob) -> Job:
         keys = tuple(get_offload_block_hash(key) for key in job.keys)
@@ -188,6 +206,8 @@ class ForebayTier(SecondaryTierManager):  # type: ignore[misc]
         job, done = outcome.job, outcome.done
         if job.kind == "load":
             self._lookups.lost(set(job.keys).difference(done))
+            if self._allowance is not None:
+                self._allowance.ended(job.ident, outcome.seconds if outcome.whole else None)
         else:
             self._lookups.stored(outcome.moved)
             if self._inventory is not None:

@@ -20,6 +20,8 @@ _SHARED = (
     "revision",
     "mode",
     "mode_file",
+    "guard",
+    "prefill_tokens_per_s",
     "probe_timeout_ms",
     "load_timeout_ms",
     "save_timeout_ms",

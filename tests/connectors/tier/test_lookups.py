@@ -60,6 +60,7 @@ def test_all_that_a_step_asks_is_one_call() -> None:
             assert [lookups.ask(key, request) for key in keys] == [None] * 3
         lookups.flush()
         assert answered(lookups, "a", *KEYS[:3]) == ["ok", "ok", "absent"]
+        assert [lookups.present("a"), lookups.present("b")] == [2, 0]
         assert answered(lookups, "b", *KEYS[2:]) == ["absent"] * 3
     assert node.calls == [KEYS], "once for all, and each key once"
     assert lookups._counters.take() == {"hit_blocks": 2, "missed_blocks:absent": 3}

@@ -38,7 +38,8 @@ class Scene:
         self.model = directory / "model"
         self.node = NodeProcess(directory / "data")
         self.node.stop()
-        first = TierProcess(self.node, self.model, directory / "first.log", extra={"tier": BY_MODULE})
+        instant = {**BY_MODULE, "prefill_tokens_per_s": 1 << 40}
+        first = TierProcess(self.node, self.model, directory / "first.log", extra={"tier": instant})
         try:
             self._compute(first, directory / "first.log")
             first.end()
@@ -77,6 +78,13 @@ class Scene:
         assert first.generate(self.SHARED)["tokens"] == [self.answer(self.SHARED)]
         first.ask("settle")
         assert len(first.ask("blocks")) == BLOCKS
+        self.guarded = []
+        for _ in range(3):
+            first.ask("forget")
+            answer = first.generate(self.SHARED)
+            assert answer["tokens"] == [self.answer(self.SHARED)]
+            self.guarded.append(answer["cached"][0])
+        self.first_metrics = first.ask("metrics")
 
     def answer(self, prompt: list[int]) -> list[int]:
         """What the first engine computed without storage."""
@@ -128,6 +136,14 @@ def test_a_fresh_process_gets_exactly_what_another_stored(scene: Scene) -> None:
     assert scene.engine.count("external_prefix_cache_hits") == hits + WHOLE
     assert scene.count("loaded_blocks") == loaded + BLOCKS
     assert scene.count("loaded_bytes") == scene.count("loaded_blocks") * BLOCK_BYTES
+
+
+def test_what_comes_slower_than_it_is_computed_is_computed(scene: Scene) -> None:
+    """The first engine was told that it computes in no time."""
+    assert scene.guarded == [WHOLE, 0, 0], "the first load is one to learn from"
+    assert scene.first_metrics["forebay_tier_decisions:unknown"] == 1
+    assert scene.first_metrics["forebay_tier_decisions:slower"] == 2
+    assert scene.first_metrics["forebay_tier_lost_blocks:guard"] == 2 * BLOCKS
 
 
 def test_what_is_not_supported_is_refused_at_start_in_words(scene: Scene) -> None:

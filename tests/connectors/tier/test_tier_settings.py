@@ -22,8 +22,7 @@ def test_settings_of_the_connector_mean_the_same() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"guard": True},  # the connector's alone
-        {"max_tensor_parallel": 8},
+        {"max_tensor_parallel": 8},  # the connector's alone
         {"urll": "forebay://n:1"},
         {"enable_kv_events": "yes"},
         {"pending_bytes": -1},
