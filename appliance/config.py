@@ -80,6 +80,14 @@ class DriveConfig:
         Path(),
         "The drive's directory, or a device such as `/dev/disk/by-id/…`; it must be named. A device is taken only if "
         "it is empty, and belongs wholly to one KV namespace: a node that has such a drive has one namespace.",
+        "none: this or `bdev` is needed",
+    )
+    bdev: str | None = setting(
+        "bdev",
+        BdevAddress(),
+        None,
+        "Instead of a path, what SPDK's target drives itself (docs/target.md): taken only if it is empty, and divided "
+        "among all KV namespaces. `malloc` is memory that goes with the target: for tests.",
         "none",
     )
     capacity_bytes: int | None = setting(
@@ -454,8 +462,10 @@ def load(
         for index, table in enumerate(_tables(tables.pop("drives", []), str(path))):
             name = f"drives[{index}]"
             found = _read_table(DriveConfig, name, table, str(path), base)
-            if "path" not in found:
-                raise ConfigInvalid(f"{name} of {path} has no path", field=f"{name}.path")
+            if ("path" in found) == ("bdev" in found):
+                what = "no path" if "path" not in found else "a path and a bdev"
+                raise ConfigInvalid(f"{name} of {path} has {what}: it needs one of the two", field=f"{name}.path")
+            found.setdefault("path", Path(found.get("bdev", "")))
             drives.append(DriveConfig(**found))
         for section, cls in SECTIONS.items():
             values[section] = _read_table(cls, section, tables.pop(section, {}), str(path), base)
@@ -560,6 +570,10 @@ def _checked(config: Config) -> Config:
         )
     seen: set[Path] = set()
     for drive in config.drives:
+        if drive.bdev is not None and config.target.kind != "spdk":
+            raise ConfigInvalid(f'drives: {drive.bdev} needs target.kind = "spdk"', field="drives")
+        if drive.bdev is not None and drive.bdev.startswith("malloc:") and drive.capacity_bytes is None:
+            raise ConfigInvalid(f"drives: {drive.bdev} needs a capacity", field="drives")
         if drive.path in seen:
             raise ConfigInvalid(f"drives: {drive.path} stands there twice", field="drives")
         seen.add(drive.path)

@@ -32,7 +32,10 @@ from forebay.appliance.control.data_calls import DataCalls
 from forebay.appliance.control.doorkeeper import Doorkeeper
 from forebay.appliance.control.load import LoadEstimate
 from forebay.appliance.control.server import ControlServer
+from forebay.appliance.dataplane.interface import Target
 from forebay.appliance.dataplane.labels import DriveIdentity, translated
+from forebay.appliance.dataplane.spdk import SpdkTarget
+from forebay.appliance.dataplane.store_volumes import StoreVolumes
 from forebay.appliance.dataplane.supervisor import Supervisor
 from forebay.appliance.dataplane.volumes import claim_drive, discard_drive, drive_space, open_drive, require_capacity
 from forebay.appliance.directories import make_directory
@@ -77,6 +80,8 @@ _CHECKPOINT_S = 60.0
 _CHECKPOINT_CHANGES = 100_000
 _DEFAULT_CAPACITY_BYTES = 64 << 30
 _DEFAULT_SHARE = 0.8
+_STORE_SHARE = 0.98
+"""Of a store's clusters, for blocks: each volume has one more, with its label."""
 _MAX_BLOCKS = 1 << 28
 _COLLECT_AFTER = 50_000
 """Objects that the collector of cycles lets come before it looks: a batch of 1,000 keys is no reason to."""
@@ -194,6 +199,9 @@ class _Daemon:
             name = f"drive{i}"
             known = meta.drives.get(name)
             asked_bytes = drive.capacity_bytes
+            if drive.bdev is not None:
+                drives.append(Drive(name, drive.bdev, 0, state=DriveState.AWAY, reason="the target is not there yet"))
+                continue
             if known is None:
                 capacity_bytes = self._capacity(drive.path, asked_bytes)
                 identity = self._claim(drive.path, meta, fresh)
@@ -215,9 +223,45 @@ class _Daemon:
                     *(drive.path, kind),
                 )
             drives.append(Drive(name, str(drive.path), capacity_bytes // meta.region_bytes))
-        if len(missing) == len(drives):
+        if missing and len(missing) == len(drives):
             raise missing[0]  # there is nothing to serve
         return drives
+
+    async def _open_stores(self, meta: NodeMeta, target: Target, drives: list[Drive]) -> dict[str, StoreVolumes]:
+        """Bring the drives that only the target can reach into service; those that are not there are away.
+
+        Raises what is wrong with the first of them if there is nothing else to serve.
+        """
+        stores: dict[str, StoreVolumes] = {}
+        wrong: list[ForebayError] = []
+        for drive, wanted in zip(drives, self._config.drives, strict=True):
+            if wanted.bdev is None or not isinstance(target, SpdkTarget):
+                continue
+            stores[drive.name] = StoreVolumes(target, drive.name, asyncio.get_running_loop())
+            drive.capacity_regions = (wanted.capacity_bytes or 0) // meta.region_bytes
+            try:
+                known = meta.drives.get(drive.name)
+                if known is None:
+                    claimed = await target.claim_store(drive.name, uuid.uuid4())
+                    await meta.name_drive(drive.name, str(claimed))
+                else:
+                    await target.stores.open(drive.name, uuid.UUID(known))
+                space = await target.stores.space(drive.name)
+                usable_bytes = int(space.total_bytes * _STORE_SHARE)
+                if drive.capacity_regions * meta.region_bytes > space.total_bytes:
+                    raise CapacityShort(
+                        f"{wanted.bdev} has room for {space.total_bytes / 2**30:.1f} GiB",
+                        field="capacity",
+                        limit=space.total_bytes,
+                    )
+                drive.capacity_regions = drive.capacity_regions or usable_bytes // meta.region_bytes
+                drive.state, drive.reason = DriveState.SERVING, ""
+            except ForebayError as error:
+                drive.reason = error.message
+                wrong.append(error)
+        if wrong and all(drive.state is DriveState.AWAY for drive in drives):
+            raise wrong[0]
+        return stores
 
     def _claim(self, path: Path, meta: NodeMeta, fresh: bool) -> DriveIdentity:
         """`claim_drive`, which says more when the drive has outlived metadata."""
@@ -286,6 +330,7 @@ class _Daemon:
             _log.info("the target of an earlier start is still there, pid %s", supervisor.pid)
         target = drive_target(config, supervisor.socket, meta.node_id, self._tracer)
         try:
+            stores = await self._open_stores(meta, target, drives)
             sessions = config.sessions
             limits = NodeLimits(
                 region_bytes=meta.region_bytes,
@@ -310,6 +355,7 @@ class _Daemon:
                 random=secrets.token_bytes,
                 checkpoint=config.metadata_dir / FILE_NAME,
                 reserve=Reserve(config.metadata_dir, config.space.metadata_reserve_bytes),
+                stores=stores,
             )
             self._node = node
             await self._bootstrap(node)

@@ -10,11 +10,14 @@ from forebay.appliance.dataplane.embedded import EmbeddedTarget
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.spdk import MAX_IO_BYTES, QosLimits, SpdkTarget
 from forebay.appliance.dataplane.spdk_program import SpdkProgram
+from forebay.appliance.dataplane.spdk_stores import StoreDrive
 from forebay.appliance.dataplane.subsystems import Listener, NvmfTarget, TransportLimits
 from forebay.appliance.dataplane.supervisor import TARGET_COMMAND, AttachedTarget, EmbeddedProgram, Supervisor
 from forebay.appliance.trace import Tracer
 
 __all__ = ["drive_target", "supervise_target"]
+
+_STORE_TABLES_BYTES = 64 << 20
 
 
 def supervise_target(config: Config, node_id: bytes, on_restart: Callable[[], Awaitable[None]]) -> Supervisor:
@@ -28,7 +31,12 @@ def supervise_target(config: Config, node_id: bytes, on_restart: Callable[[], Aw
         )
         return Supervisor(run_dir, node_id, on_restart, program=EmbeddedProgram((*TARGET_COMMAND, *options)))
     program = SpdkProgram(
-        spdk.binary or Path("nvmf_tgt"), spdk.core_mask, spdk.memory_bytes, spdk.interrupt_mode, spdk.hugepages
+        spdk.binary or Path("nvmf_tgt"),
+        spdk.core_mask,
+        spdk.memory_bytes,
+        spdk.interrupt_mode,
+        spdk.hugepages,
+        pci=any((drive.bdev or "").startswith("nvme:") for drive in config.drives),
     )
     if spdk.socket is not None:
         return AttachedTarget(run_dir, node_id, on_restart, socket=spdk.socket, program=program)
@@ -54,6 +62,18 @@ def drive_target(config: Config, socket: Path, node_id: bytes, tracer: Tracer | 
             max_io_bytes=min(target.max_command_bytes, MAX_IO_BYTES), in_capsule_bytes=target.in_capsule_bytes
         ),
         listeners=[Listener("RDMA", rdma.host, rdma.port)] if rdma is not None else [],
+        stores=[
+            _store(f"drive{i}", drive.bdev, drive.capacity_bytes)
+            for i, drive in enumerate(config.drives)
+            if drive.bdev is not None
+        ],
         qos=QosLimits(spdk.volume_ios_per_s, spdk.volume_read_bytes_per_s, spdk.volume_write_bytes_per_s),
         timeout_s=timeout_s,
     )
+
+
+def _store(name: str, bdev: str, capacity_bytes: int | None) -> StoreDrive:
+    kind, _, where = bdev.partition(":")
+    # room for the store's tables and for the clusters with the labels of some volumes
+    size_bytes = (capacity_bytes or 0) + _STORE_TABLES_BYTES if kind == "malloc" else 0
+    return StoreDrive(name, kind, where, size_bytes)

@@ -111,6 +111,9 @@ def translated(what: str) -> Iterator[None]:
 class LabelledVolumes(ABC):
     """The volumes of one drive."""
 
+    by_target = False
+    """Whether its methods ask the target, and wait for it: then they are only for threads without an event loop."""
+
     def __init__(self, drive: Path) -> None:
         self.drive = drive
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
-from uuid import UUID
+from uuid import NAMESPACE_URL, UUID, uuid5
 
 from forebay.appliance.dataplane.interface import (
     Barrier,
     Capabilities,
+    EndpointInfo,
+    HostView,
     IoStats,
     TargetInfo,
     VolumeErrors,
@@ -19,10 +22,19 @@ from forebay.appliance.dataplane.interface import (
     WriteGrant,
 )
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
+from forebay.appliance.dataplane.node_host import NodeHost
 from forebay.appliance.dataplane.process import ProcessName
-from forebay.appliance.dataplane.subsystems import Bdev, Listener, NvmfTarget, TransportLimits, hosts_of
+from forebay.appliance.dataplane.spdk_stores import LvolStores, StoreDrive
+from forebay.appliance.dataplane.subsystems import (
+    TRANSPORT,
+    Bdev,
+    Listener,
+    NvmfTarget,
+    TransportLimits,
+    hosts_of,
+)
 from forebay.appliance.dataplane.volume_files import VolumeFiles
-from forebay.errors import NotFound, ProtocolError, TargetFailed, Unavailable, VolumeMismatch
+from forebay.errors import NotFound, ProtocolError, TargetFailed, TargetRefused, Unavailable, VolumeMismatch
 from forebay.ids import LBA_BYTES, GrantId, HostIdentity, VolumeId
 
 __all__ = ["QosLimits", "SpdkTarget", "spdk_identity"]
@@ -34,6 +46,8 @@ longer ones, each of which holds a buffer of its whole length."""
 _DRAIN_S = 5.0
 """How long commands of a host that is torn down may take to end before the caller is told that they did not."""
 _AGAIN_S = 0.02
+_FREE_PORTS = 5
+"""Ports tried, where any will do: somebody else may take one between the look and the use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +104,19 @@ class SpdkTarget(NvmfTarget):
         limits: TransportLimits | None = None,
         listeners: Sequence[Listener] = (),
         qos: QosLimits | None = None,
+        stores: Sequence[StoreDrive] = (),
         timeout_s: float = 10.0,
     ) -> None:
         super().__init__(rpc, node=node, address=address, port=port, limits=limits, listeners=listeners)
         self._qos = qos or QosLimits()
+        self._timeout_s = timeout_s
         self._files = VolumeFiles(timeout_s)
+        self.stores = LvolStores(rpc, node, list(stores))
+        ident = str(uuid5(NAMESPACE_URL, self.subsystem_nqn("")))
+        self._self = HostIdentity(f"nqn.2014-08.org.nvmexpress:uuid:{ident}", ident)
+        self._own_hosts = frozenset((self._self.nqn,))
+        self._unsettled: set[str] = set()
+        self._aliases: dict[str, str] = {}
 
     async def info(self) -> TargetInfo:
         version, pid, boot_id = await spdk_identity(self._rpc)
@@ -173,24 +195,101 @@ class SpdkTarget(NvmfTarget):
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     async def barrier(self, volume: VolumeSpec) -> Barrier:
-        """What the kernel says of the file itself: what SPDK answers to a Flush is not asked."""
-        await self._files.flush(volume)
-        return Barrier.FLUSHED
+        """What the kernel says of the file, or the drive of its cache: what SPDK answers to a Flush is not asked."""
+        drive = self.stores.store_of(volume.path)
+        if drive is None:
+            await self._files.flush(volume)
+            return Barrier.FLUSHED
+        await self.stores.look_for_cache(drive)
+        return await asyncio.to_thread(self.stores.flush, drive)
 
     async def prepare_region(self, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
-        await self._files.prepare_region(volume, offset_bytes, length_bytes)
+        if self.stores.store_of(volume.path) is None:
+            return await self._files.prepare_region(volume, offset_bytes, length_bytes)
+        async with self.io(volume.path) as host:
+            return await host.write_zeroes(offset_bytes, length_bytes)
 
     async def release_region(self, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
-        await self._files.release_region(volume, offset_bytes, length_bytes)
+        if self.stores.store_of(volume.path) is None:
+            return await self._files.release_region(volume, offset_bytes, length_bytes)
+        async with self.io(volume.path) as host:
+            # zeroed first: a store frees clusters as they are, and whoever gets them next could read them
+            await host.write_zeroes(offset_bytes, length_bytes)
+            return await host.deallocate(offset_bytes, length_bytes)
 
     async def checksums(self, volume: VolumeSpec, ranges: Sequence[tuple[int, int, int]]) -> list[int]:
-        return await self._files.checksums(volume, ranges)
+        if self.stores.store_of(volume.path) is None:
+            return await self._files.checksums(volume, ranges)
+        async with self.io(volume.path) as host:
+            return await host.checksums(ranges)
+
+    @asynccontextmanager
+    async def io(self, bdev: str) -> AsyncIterator[NodeHost]:
+        """The node's own way to the bytes of a bdev: where it is served, or else in a subsystem of the node's own.
+
+        Only for bdevs that no kernel can reach.
+        """
+        private: str | None = None
+        async with self._shape:
+            found = await self._served_at(bdev)
+            if found is None:
+                private = self.subsystem_nqn("").rstrip(":")
+                await self._ensure(private)
+                wanted = {"bdev_name": bdev, "no_auto_visible": True}
+                nsid = await self._rpc.call("nvmf_subsystem_add_ns", {"nqn": private, "namespace": wanted})
+                found = private, int(nsid)
+            nqn, nsid = found
+            if nqn in self._unsettled:
+                await self._expel(nqn, self._self.nqn, allowed=True)
+                self._unsettled.discard(nqn)
+            subsystem = await self._subsystem(nqn)
+            if subsystem is None or self._self.nqn not in hosts_of(subsystem):
+                await self._rpc.call("nvmf_subsystem_add_host", {"nqn": nqn, "host": self._self.nqn})
+            await self._rpc.call("nvmf_ns_add_host", {"nqn": nqn, "nsid": nsid, "host": self._self.nqn})
+            where = EndpointInfo(TRANSPORT.lower(), self._address, self._port, nqn)
+        try:
+            async with NodeHost.connected(where, self._self, nsid, self._timeout_s) as host:
+                yield host
+        except BaseException:
+            self._unsettled.add(nqn)  # a deallocate may still be under way: it has to end before anything else begins
+            raise
+        finally:
+            if private is not None:
+                await self._rpc.call("nvmf_subsystem_remove_ns", {"nqn": private, "nsid": nsid})
+
+    async def _served_at(self, bdev: str) -> tuple[str, int] | None:
+        """Subsystem and NSID of a bdev of this node's, if it is served."""
+        self._aliases = await self.stores.aliases()
+        prefix = self.subsystem_nqn("").rstrip(":")
+        for subsystem in await self._rpc.call("nvmf_get_subsystems"):
+            for one in subsystem.get("namespaces", ()) if subsystem["nqn"].startswith(prefix) else ():
+                if self._aliases.get(one["bdev_name"], one["bdev_name"]) == bdev:
+                    listener = next(iter(subsystem["listen_addresses"]), None)
+                    if listener is not None:
+                        self._port = int(listener["trsvcid"])
+                    return subsystem["nqn"], int(one["nsid"])
+        return None
+
+    async def claim_store(self, name: str, fresh: UUID) -> UUID:
+        """`LvolStores.claim`, of a drive whose first MiB is read as the node reads such drives."""
+
+        async def start(bdev: str) -> bytes:
+            async with self.io(bdev) as host:
+                return bytes(await host.read(0, 1 << 20))
+
+        return await self.stores.claim(name, fresh, start)
+
+    async def reconcile(self, volumes: Sequence[VolumeSpec], hosts: Sequence[HostView]) -> list[str]:
+        if self.stores.drives:
+            await self.stores.attach()  # what is wrong with one of them is learnt by whoever looks at it
+        return await super().reconcile(volumes, hosts)
 
     # --- what it did --------------------------------------------------------------------------------------------------
 
     async def _iostat(self) -> tuple[float, dict[VolumeId, dict[str, Any]]]:
         """Ticks in a microsecond, and the counters of each volume."""
         names = {self._bdev_name(spec): volume for volume, spec in self._volumes.items()}
+        names |= {real: names[alias] for real, alias in self._aliases.items() if alias in names}
         found = await self._rpc.call("bdev_get_iostat")
         try:
             mine = {names[one["name"]]: one for one in found["bdevs"] if one["name"] in names}
@@ -218,7 +317,8 @@ class SpdkTarget(NvmfTarget):
             raise ProtocolError(f"bdev_get_iostat: {error!r} in the answer") from error
 
     async def volume_io(self) -> dict[VolumeId, str]:
-        return dict.fromkeys(self._volumes, "aio")
+        stores = {volume: self.stores.store_of(spec.path) for volume, spec in self._volumes.items()}
+        return {volume: "aio" if drive is None else f"lvol on {drive.kind}" for volume, drive in stores.items()}
 
     async def close(self) -> None:
         self._files.close_all()
@@ -227,16 +327,19 @@ class SpdkTarget(NvmfTarget):
     # --- of `NvmfTarget` ----------------------------------------------------------------------------------------------
 
     def _bdev_name(self, spec: VolumeSpec) -> str:
-        return f"{self._bdev_prefix}{spec.bdev}"
+        return spec.path if self.stores.store_of(spec.path) is not None else f"{self._bdev_prefix}{spec.bdev}"
 
     @property
     def _bdev_prefix(self) -> str:
-        return f"forebay-{self._node}-"
+        """Of the bdevs of files."""
+        return f"forebay-{self._node}-vol-"
 
     async def _look_at(self, params: dict[str, Any] | None) -> list[dict[str, Any]]:
         found = await super()._look_at(params)
         # Who sees a namespace stands only in the configuration, as the calls that would make it so.
         config = await self._rpc.call("framework_get_config", {"name": "nvmf"})
+        if self.stores.drives:
+            self._aliases = await self.stores.aliases()
         seen_by: dict[tuple[str, int], list[str]] = {}
         try:
             for call in config:
@@ -245,17 +348,32 @@ class SpdkTarget(NvmfTarget):
                     seen_by.setdefault((values["nqn"], values["nsid"]), []).append(values["host"])
             for subsystem in found:
                 for one in subsystem.get("namespaces", ()):
+                    one["bdev_name"] = self._aliases.get(one["bdev_name"], one["bdev_name"])
                     one["hosts"] = seen_by.get((subsystem["nqn"], one["nsid"]), [])
         except (KeyError, TypeError) as error:
             raise ProtocolError(f"framework_get_config: {error!r} in the answer") from error
         return found
 
+    async def _listen_tcp(self, nqn: str, port: int) -> None:
+        """Listen; SPDK takes no port 0, so that a free one is looked for here."""
+        for again in reversed(range(_FREE_PORTS)):
+            try:
+                await super()._listen_tcp(nqn, port or _free_port(self._address))
+                return
+            except TargetRefused:
+                if port or not again:
+                    raise
+
     async def _bdevs(self) -> dict[str, Bdev]:
         found = await self._rpc.call("bdev_get_bdevs")
-        return {one["name"]: _bdev(one) for one in found if one["name"].startswith(self._bdev_prefix)}
+        files = {one["name"]: _bdev(one) for one in found if one["name"].startswith(self._bdev_prefix)}
+        return files | {alias: Bdev(alias, stays=True) for alias in (await self.stores.aliases()).values()}
 
     async def _add_bdev(self, spec: VolumeSpec) -> None:
         name = self._bdev_name(spec)
+        if self.stores.store_of(spec.path) is not None:
+            (known,) = await self._rpc.call("bdev_get_bdevs", {"name": name})
+            return await self._limit(name, known)
         try:
             known = (await self._rpc.call("bdev_get_bdevs", {"name": name}))[0]
         except NotFound:
@@ -266,16 +384,32 @@ class SpdkTarget(NvmfTarget):
         if known is None:
             values = {"name": name, "filename": spec.path, "block_size": LBA_BYTES, "uuid": str(UUID(spec.nguid))}
             await self._rpc.call("bdev_aio_create", values)
+        return await self._limit(name, known or {})
+
+    async def _limit(self, name: str, known: dict[str, Any]) -> None:
         limits = self._qos.rates()
-        if (known or {}).get("assigned_rate_limits", dict.fromkeys(limits, 0)) != limits:
+        if known.get("assigned_rate_limits", dict.fromkeys(limits, 0)) != limits:
             await self._rpc.call("bdev_set_qos_limit", {"name": name, **limits})
 
     async def _delete_bdev(self, name: str) -> None:
+        if self.stores.store_of(name) is not None:
+            return  # it goes when its volume does
         with suppress(NotFound):
             await self._rpc.call("bdev_aio_delete", {"name": name})
         for volume, spec in self._volumes.items():
             if self._bdev_name(spec) == name:
                 self._files.close(volume)
+
+
+def _free_port(address: str) -> int:
+    """A port that nobody listens on now. Raises `TargetRefused` for an address that this machine has not."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            raise TargetRefused(f"{address}: {error.strerror}", field="target.listen") from error
+        return int(probe.getsockname()[1])
 
 
 def _bdev(found: dict[str, Any]) -> Bdev:

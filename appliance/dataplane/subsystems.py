@@ -18,7 +18,7 @@ from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.errors import AlreadyExists, ForebayError, NotFound, TargetFailed, TargetRefused, Unavailable
 from forebay.ids import HostIdentity, VolumeId
 
-__all__ = ["NQN_PREFIX", "Bdev", "Listener", "NvmfTarget", "TransportLimits", "hosts_of"]
+__all__ = ["NQN_PREFIX", "TRANSPORT", "Bdev", "Listener", "NvmfTarget", "TransportLimits", "hosts_of"]
 
 NQN_PREFIX = "nqn.2026-11.io.forebay"
 MODEL = "Forebay"
@@ -52,6 +52,8 @@ class Bdev:
 
     path: str
     mode: str = ""
+    stays: bool = False
+    """It is there whether it is served or not."""
 
 
 @dataclass(slots=True)
@@ -93,6 +95,7 @@ class NvmfTarget(Target):
         self._limits = limits or TransportLimits()
         self._listeners = tuple(listeners)
         self._volumes: dict[VolumeId, VolumeSpec] = {}
+        self._own_hosts: frozenset[str] = frozenset()  # hosts that are of the driver itself
         self._looks: dict[str, _Look] = {}
         self._shape = asyncio.Lock()  # one change of subsystems at a time: each is a look followed by an act
 
@@ -295,7 +298,7 @@ class NvmfTarget(Target):
             others = {
                 one["bdev_name"] for each in reported if each["nqn"] not in subsystems for one in each["namespaces"]
             }
-            for name in sorted(bdevs.keys() - kept - others):
+            for name in sorted(name for name in bdevs.keys() - kept - others if not bdevs[name].stays):
                 found.append(f"{bdevs[name].path} is open and is not served")
                 await self._delete_bdev(name)
             failed: dict[VolumeId, ForebayError] = {}
@@ -343,7 +346,7 @@ class NvmfTarget(Target):
         found: list[str] = []
         for nqn, subsystem in subsystems.items():
             names = hosts_of(subsystem).union(*(hosts_of(one) for one in subsystem["namespaces"]))
-            for name in sorted(name for name in names if (nqn, name) not in views):
+            for name in sorted(name for name in names - self._own_hosts if (nqn, name) not in views):
                 found.append(f"host {name} is not of a live session")
                 await self._remove_host(nqn, subsystem, name)
                 await self._end_host(name)
@@ -377,7 +380,9 @@ class NvmfTarget(Target):
         return dict(found[0])
 
     async def _ensure_subsystem(self, tenant: str) -> dict[str, Any]:
-        nqn = self.subsystem_nqn(tenant)
+        return await self._ensure(self.subsystem_nqn(tenant))
+
+    async def _ensure(self, nqn: str) -> dict[str, Any]:
         found = await self._subsystem(nqn)
         if found is None:
             await self._ensure_transports()
@@ -449,7 +454,7 @@ class NvmfTarget(Target):
 
     async def _drop_if_empty(self, nqn: str) -> None:
         subsystem = await self._subsystem(nqn)
-        if subsystem is not None and not subsystem["namespaces"] and not subsystem["hosts"]:
+        if subsystem is not None and not subsystem["namespaces"] and not hosts_of(subsystem) - self._own_hosts:
             await self._rpc.call("nvmf_delete_subsystem", {"nqn": nqn})
 
 

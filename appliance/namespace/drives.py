@@ -20,10 +20,12 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -43,7 +45,12 @@ from forebay.ids import NamespaceId, VolumeId
 from forebay.index import findable
 from forebay.volume_label import VolumeLabel
 
+if TYPE_CHECKING:
+    from forebay.appliance.dataplane.store_volumes import StoreVolumes
+
 __all__ = ["NodeDrives"]
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 _MAX_NSID = 1024
@@ -83,7 +90,14 @@ class NodeDrives:
     """All drives of a node and the volumes on them. ``changing`` is the node's lock of administrative changes."""
 
     def __init__(
-        self, engine: Engine, state: DesiredState, meta: NodeMeta, region_bytes: int, changing: asyncio.Lock
+        self,
+        engine: Engine,
+        state: DesiredState,
+        meta: NodeMeta,
+        region_bytes: int,
+        changing: asyncio.Lock,
+        *,
+        stores: Mapping[str, StoreVolumes] | None = None,
     ) -> None:
         self._e = engine
         self._state = state
@@ -91,6 +105,7 @@ class NodeDrives:
         self._region_bytes = region_bytes
         self._changing = changing
         self._files: dict[str, LabelledVolumes] = {}
+        self._stores = dict(stores or {})
         self._watched = {name: _Watched() for name in engine.space.drives}
         # a thread each: one that waits for a drive keeps nobody from looking at the others
         self._threads = ThreadPoolExecutor(1 + len(self._watched), thread_name_prefix="forebay-drive")
@@ -107,6 +122,13 @@ class NodeDrives:
     async def _reconcile_volumes(self) -> None:
         await self._e.target.reconcile(list(self._e.space.specs.values()), [])
 
+    def _volumes_on(self, drive: Drive) -> LabelledVolumes:
+        return self._stores.get(drive.name) or volumes_on(Path(drive.path))
+
+    async def _do(self, name: str, act: Callable[[], _T]) -> _T:
+        """Do something on a drive: in a thread where the target has to be asked, whose answer comes by this one."""
+        return await asyncio.to_thread(act) if self._files[name].by_target else act()
+
     def files(self, drive: str) -> LabelledVolumes:
         """The volumes of a drive that is there."""
         return self._files[drive]
@@ -121,7 +143,7 @@ class NodeDrives:
         meta, space = self._meta, self._e.space
         for drive in space.drives.values():
             if drive.state is not DriveState.AWAY:
-                self._files[drive.name] = volumes_on(Path(drive.path))
+                self._files[drive.name] = self._volumes_on(drive)
         await self._drop_unfinished()
         volumes = list(self._state.volumes)
         for volume in volumes:
@@ -132,14 +154,15 @@ class NodeDrives:
                 )
         by_drive = {name: [v for v in volumes if v.drive == name] for name in space.drives}
         for name, mine in by_drive.items():
-            self._try(name, lambda name=name, mine=mine: self._check(name, mine))  # type: ignore[misc]
+            await self._try(name, partial(self._check, name, mine))
         for drive in self._serving():
             if drive.name in meta.absent:
                 await meta.note_absent(drive.name, meta.intended_epoch)
         first = True
         for name, mine in by_drive.items():
             for volume in mine:
-                self._try(name, lambda v=volume: self._files[v.drive].stamp(v.id, meta.intended_epoch))  # type: ignore[misc]
+                if name in self._files:
+                    await self._try(name, partial(self._files[name].stamp, volume.id, meta.intended_epoch))
                 if first:
                     crash_point("start.between_labels")
                 first = False
@@ -160,15 +183,15 @@ class NodeDrives:
         # hosts of earlier incarnations lose their right to connect here, not only their connections
         await self._reconcile_volumes()
         for drive in self._serving():
-            self._remove_strays(drive.name)
+            await self._do(drive.name, partial(self._remove_strays, drive.name))
 
-    def _try(self, name: str, act: Callable[[], object]) -> None:
+    async def _try(self, name: str, act: Callable[[], object]) -> None:
         """Do something on a drive; one that fails is away, unless no other serves."""
         drive = self._e.space.drives[name]
         if drive.state is DriveState.AWAY:
             return
         try:
-            act()
+            await self._do(name, act)
         except ForebayError as error:
             if len(list(self._serving())) == 1:
                 raise
@@ -202,7 +225,7 @@ class NodeDrives:
                 if volume.drive not in self._files:
                     continue  # it goes when its drive is back
                 await self._e.target.remove_volume(self.spec(volume))
-                self._try(volume.drive, lambda v=volume: self._files[v.drive].remove(v.id))  # type: ignore[misc]
+                await self._try(volume.drive, partial(self._files[volume.drive].remove, volume.id))
                 if self._e.space.drives[volume.drive].state is DriveState.AWAY:
                     continue
                 crash_point("start.after_unfinished_file_before_record")
@@ -266,7 +289,8 @@ class NodeDrives:
         volume = Volume(
             volume_id, namespace.id, drive.name, self._free_nsid(namespace.tenant), fresh, fresh, drive.capacity_regions
         )
-        self._files[drive.name].create(self._label(volume, self._meta.confirmed_epoch))
+        label = self._label(volume, self._meta.confirmed_epoch)
+        await self._do(drive.name, partial(self._files[drive.name].create, label))
         crash_point("volume.after_file_before_record")
         await self._state.volumes.put(volume)
         spec = self.spec(volume)
@@ -294,7 +318,7 @@ class NodeDrives:
                 await self._e.target.remove_volume(space.specs[volume.id])
             await space.drop_volume(volume.id)
         crash_point("volume.after_regions_before_file_removed")
-        self._files[volume.drive].remove(volume.id)
+        await self._do(volume.drive, partial(self._files[volume.drive].remove, volume.id))
         crash_point("volume.after_file_removed_before_record")
         await self._state.volumes.remove(volume.key)
 
@@ -358,8 +382,11 @@ class NodeDrives:
             paths = [Path(s.path) for s in self._e.space.specs.values() if self._drive_of(s.volume) == drive.name]
             identity = uuid.UUID(self._meta.drives[drive.name])
             watched.looking_since_ms, watched.closely = now_ms, closely
-            watched.looking = self._threads.submit(
-                _look_at, Path(drive.path), self._meta.node_id, identity, paths, closely
+            store = self._stores.get(drive.name)
+            watched.looking = (
+                self._threads.submit(_look_at, Path(drive.path), self._meta.node_id, identity, paths, closely)
+                if store is None
+                else self._threads.submit(_look_at_store, store, identity, paths, closely)
             )
         return None
 
@@ -473,8 +500,12 @@ class NodeDrives:
     async def _prove(self, drive: Drive) -> None:
         """Compare identity and labels with metadata, and stamp what was away during a start."""
         name, path, meta = drive.name, Path(drive.path), self._meta
-        await asyncio.to_thread(open_drive, path, meta.node_id, uuid.UUID(meta.drives[name]))
-        self._files[name] = await asyncio.to_thread(volumes_on, path)
+        known = uuid.UUID(meta.drives[name])
+        if (store := self._stores.get(name)) is not None:
+            await asyncio.to_thread(store.prove, known)
+        else:
+            await asyncio.to_thread(open_drive, path, meta.node_id, known)
+        self._files[name] = await asyncio.to_thread(self._volumes_on, drive)
         living = {n.id for n in self._state.namespaces if not n.deleting}
         mine = [v for v in self._e.space.volumes.values() if v.drive == name and v.namespace in living]
         await asyncio.to_thread(self._check, name, mine)
@@ -529,6 +560,17 @@ def _look_at(drive: Path, node_id: bytes, identity: uuid.UUID, volumes: list[Pat
         return _Look(DriveState.SERVING, free_bytes=0)  # full is not failed: the allocator knows what to do
     except ForebayError as error:
         return None if _says_nothing(error) else _Look(DriveState.READ_ONLY, error.message)
+
+
+def _look_at_store(store: StoreVolumes, identity: uuid.UUID, volumes: list[Path], closely: bool) -> _Look | None:
+    """`_look_at` of a drive that only the target can reach: in a thread, too."""
+    try:
+        store.look(identity, volumes, closely=closely)
+    except Unavailable:
+        return None  # the supervisor's concern
+    except ForebayError as error:
+        return _Look(DriveState.AWAY, error.message)
+    return _Look(DriveState.SERVING)
 
 
 def _says_nothing(error: ForebayError) -> bool:

@@ -9,10 +9,11 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -60,6 +61,9 @@ from forebay.ids import HostIdentity
 from forebay.index import BlockIndex, RowState, findable
 from forebay.schema import Schema
 
+if TYPE_CHECKING:
+    from forebay.appliance.dataplane.store_volumes import StoreVolumes
+
 __all__ = ["Node", "NodeLimits"]
 
 _log = logging.getLogger(__name__)
@@ -97,6 +101,7 @@ class Node:
         *,
         limits: NodeLimits,
         checkpoint: Path | None,
+        stores: Mapping[str, StoreVolumes] | None = None,
     ) -> None:
         self.meta = meta
         self.engine = engine
@@ -112,7 +117,7 @@ class Node:
         self._checkpoint = checkpoint
         self._checkpointed = 0
         self._admin = asyncio.Lock()
-        self.drives = NodeDrives(engine, state, meta, limits.region_bytes, self._admin)
+        self.drives = NodeDrives(engine, state, meta, limits.region_bytes, self._admin, stores=stores)
         self._hosts_changing = asyncio.Lock()  # so that a host on its way in is not taken for one that should go
         self._reclaimed_ms = engine.clock.monotonic_ms()
         self._reclaim_budget = 0
@@ -130,8 +135,11 @@ class Node:
         random: Callable[[int], bytes],
         checkpoint: Path | None = None,
         reserve: Reserve | None = None,
+        stores: Mapping[str, StoreVolumes] | None = None,
     ) -> Node:
         """Bring a node up: a new incarnation, hosts of earlier ones torn down, volumes checked, the index built.
+
+        ``stores`` are the volumes of drives that only the target can reach, by drive.
 
         Raises `VolumeMismatch` (a volume is not the one that metadata names), `MetadataCorrupt`, `Unavailable`.
         """
@@ -152,7 +160,7 @@ class Node:
             counters=Counter(),
             reserve=reserve or Reserve(),
         )
-        node = cls(meta, engine, DesiredState(store), limits=limits, checkpoint=checkpoint)
+        node = cls(meta, engine, DesiredState(store), limits=limits, checkpoint=checkpoint, stores=stores)
         await node.drives.start()
         node.drives.reconcile, node.drives.doom = node._reconcile, node.writes.doom_volumes
         node.recovered = await recover(
