@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from forebay.connectors.vllm.advice import Advice
 from forebay.connectors.vllm.groups import CacheGroup, CacheGroups
 
 __all__ = ["GroupFacts", "Load", "Rows", "Save", "SessionOffer", "StepWork", "WorkerFacts", "WorkerReport"]
@@ -68,6 +69,7 @@ class Load:
 
     request: str
     rows: tuple[Rows, ...]
+    advice: Advice = field(default_factory=Advice)
 
     def __len__(self) -> int:
         return sum(len(rows.keys) for rows in self.rows)
@@ -75,10 +77,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Blocks of a group that are whole after this step, to be stored."""
+    """Blocks of a group that are whole after this step, to be stored; ``parents[i]`` is the key before ``keys[i]``."""
 
     number: int
     rows: Rows
+    parents: tuple[bytes, ...] = ()
+    advice: Advice = field(default_factory=Advice)
 
     def __len__(self) -> int:
         return len(self.rows.keys)

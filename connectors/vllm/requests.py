@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from forebay.connectors.keys import block_key
+from forebay.connectors.vllm.advice import Advice
 from forebay.connectors.vllm.groups import Presence
 
-__all__ = ["Probe", "Tracked"]
+__all__ = ["Probe", "Tracked", "Whole"]
+
+
+class Whole(NamedTuple):
+    """A block of the engine that is whole, the key of the one before it, and what its request says of it."""
+
+    block: int
+    parent: bytes
+    advice: Advice
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from forebay.client import WritePlan
 from forebay.connectors.vllm.counters import Counters
 from forebay.connectors.vllm.link import Link
 from forebay.connectors.vllm.messages import Rows, Save
+from forebay.connectors.vllm.requests import Whole
 from forebay.ids import BlockKey
 
 __all__ = ["Saves"]
@@ -66,26 +68,35 @@ class Saves:
         """Whether a block is being saved."""
         return (group, key) in self._keys
 
-    def begin(self, link: Link, scope: int, group: int, blocks: dict[bytes, int]) -> Save:
-        """Save these blocks of the engine, by key."""
+    def begin(self, link: Link, scope: int, group: int, blocks: Sequence[tuple[bytes, Whole]]) -> Save:
+        """Save these blocks of the engine, with their keys; all of one advice."""
         self._number += 1
-        save = Save(self._number, Rows(group, tuple(blocks), tuple(blocks.values())))
+        keys = tuple([key for key, _ in blocks])
+        rows = Rows(group, keys, tuple([whole.block for _, whole in blocks]))
+        save = Save(self._number, rows, tuple([whole.parent for _, whole in blocks]), blocks[0][1].advice)
         plan = None
         if self._ranks > 1:
-            named = [BlockKey(key, group, scope) for key in blocks]
-            plan = self._calling.submit(self._plan, link, named, list(self.hosts.values()))
+            named = [BlockKey(key, group, scope) for key in keys]
+            plan = self._calling.submit(self._plan, link, save, named, list(self.hosts.values()))
         self._saving[save.number] = _Saving(save, plan, told=plan is None)
-        self._keys.update((group, key) for key in blocks)
+        self._keys.update((group, key) for key in keys)
         return save
 
-    def _plan(self, link: Link, keys: list[BlockKey], hosts: list[str]) -> WritePlan | None:
+    def _plan(self, link: Link, save: Save, keys: list[BlockKey], hosts: list[str]) -> WritePlan | None:
         """In a thread: what the ranks write by; None if there is nothing to write. Raises nothing."""
         client = link.client
         if client is None:  # the plans before it had no answer: the engine is not kept stepping for this one
             self._counters.add("unstored_blocks", len(keys), "unavailable")
             return None
         try:
-            plan = client.allocate(keys, hosts=hosts, deadline_ms=min(self._deadline_ms, _PLAN_MS))
+            tokens = client.schema.groups[save.rows.group].block_tokens
+            plan = client.allocate(
+                keys,
+                hosts=hosts,
+                hints=save.advice.hints,
+                describe=save.advice.describe(save.parents, tokens),
+                deadline_ms=min(self._deadline_ms, _PLAN_MS),
+            )
         except Exception:  # the engine must live on; what is not stored is a miss later
             _log.exception("no plan for a save")
             return None

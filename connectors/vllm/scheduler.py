@@ -17,12 +17,14 @@ from forebay.clock import Clock
 from forebay.connectors.guard import Guard
 from forebay.connectors.keys import block_key, variant
 from forebay.connectors.vllm.adapters import Adapters
+from forebay.connectors.vllm.advice import Advice, token_limit
 from forebay.connectors.vllm.counters import Counters
+from forebay.connectors.vllm.elsewhere import Elsewhere
 from forebay.connectors.vllm.groups import CacheGroups
 from forebay.connectors.vllm.link import Link
 from forebay.connectors.vllm.messages import Load, Rows, Save, SessionOffer, StepWork, WorkerReport
 from forebay.connectors.vllm.modes import ModeSwitch
-from forebay.connectors.vllm.requests import Probe, Tracked
+from forebay.connectors.vllm.requests import Probe, Tracked, Whole
 from forebay.connectors.vllm.saves import Saves
 from forebay.connectors.vllm.settings import Settings
 from forebay.ids import MAX_BATCH_KEYS
@@ -54,6 +56,7 @@ class SchedulerHalf:
         self._counters = counters
         self._clock = clock
         self._adapters = Adapters()
+        self._elsewhere = Elsewhere()
         self._mode = ModeSwitch(settings.mode, settings.mode_file, clock)
         self._guard = Guard(clock, tokens_per_s=settings.prefill_tokens_per_s, limit_ms=settings.load_timeout_ms)
         self._steps: deque[tuple[int, int]] = deque(maxlen=64)
@@ -130,7 +133,8 @@ class SchedulerHalf:
             keys += self._settings.named(client, names, group)
         if not keys:
             return [() for _ in counts]
-        words = client.match(keys, deadline_ms=self._settings.probe_timeout_ms).reasons
+        deadline_ms = self._settings.probe_timeout_ms
+        words = self._elsewhere.explained(client, client.match(keys, deadline_ms=deadline_ms), deadline_ms)
         if self._link is not None:
             self._link.note(words)
         ends = [sum(counts[: group + 1]) for group in range(len(counts))]
@@ -159,6 +163,9 @@ class SchedulerHalf:
         start = tracked.start_tokens = computed_tokens
         # The last token is computed again where all are there: on top of its block, which a window or a state forbids.
         most = request.num_tokens if self._groups.plain else request.num_tokens - 1
+        limit = token_limit(request, "max_load_tokens")
+        if limit is not None:
+            most = min(most, start + limit)
         if not tracked.counted:
             tracked.counted = True
             tracked.wanted_tokens = self._decide(answer, start, self._groups.longest(answer.present, start, most))
@@ -204,7 +211,8 @@ class SchedulerHalf:
             parts.append(Rows(group, tuple(keys), tuple([table[row] for row in held])))
         tracked.loading, tracked.failed = parts[0].blocks if self._groups.plain else (), False
         self._guard.began(request.request_id, tokens // self._groups.unit_tokens)
-        self._loads.append(Load(request.request_id, tuple([part for part in parts if part.keys])))
+        loaded = tuple([part for part in parts if part.keys])
+        self._loads.append(Load(request.request_id, loaded, advice=Advice.of(request)))
 
     # --- each step --------------------------------------------------------------------------------------------------
 
@@ -265,7 +273,7 @@ class SchedulerHalf:
         if client is None or link is None or not self._saves.ready:
             return ()
         state = output.kv_connector_block_state
-        blocks: list[dict[bytes, int]] = [{} for _ in self._groups.groups]
+        blocks: list[dict[bytes, Whole]] = [{} for _ in self._groups.groups]
         for ident, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(ident)
             if tracked is not None:
@@ -278,12 +286,13 @@ class SchedulerHalf:
                     self._consider(tracked, tokens, group, {row: block}, blocks)
         scope, saves = self._settings.scope_id(client), []
         for group, found in enumerate(blocks):
-            rows, each = list(found.items()), min(MAX_BATCH_KEYS, max(1, _SAVE_BYTES // self._block_bytes[group]))
-            for i in range(0, len(rows), each):
-                saves.append(self._saves.begin(link, scope, group, dict(rows[i : i + each])))
+            each = min(MAX_BATCH_KEYS, max(1, _SAVE_BYTES // self._block_bytes[group]))
+            for advice in dict.fromkeys(whole.advice for whole in found.values()):
+                rows = [(key, whole) for key, whole in found.items() if whole.advice == advice]
+                saves += [self._saves.begin(link, scope, group, rows[i : i + each]) for i in range(0, len(rows), each)]
         return tuple(saves)
 
-    def _whole_blocks(self, tracked: Tracked, scheduled: int, state: Any, blocks: list[dict[bytes, int]]) -> None:
+    def _whole_blocks(self, tracked: Tracked, scheduled: int, state: Any, blocks: list[dict[bytes, Whole]]) -> None:
         """Add a request's blocks that are whole after this step, by group and key."""
         request, groups = tracked.request, self._groups
         # Tokens whose KV there will be, without those that are only guessed: the engine hashes accepted ones alone.
@@ -301,7 +310,7 @@ class SchedulerHalf:
         tracked.considered_tokens = tokens
 
     def _consider(
-        self, tracked: Tracked, tokens: int, group: int, rows: Mapping[int, int], blocks: list[dict[bytes, int]]
+        self, tracked: Tracked, tokens: int, group: int, rows: Mapping[int, int], blocks: list[dict[bytes, Whole]]
     ) -> None:
         """Add those of a request's blocks that are to be saved, and that nobody has as far as is known."""
         request, answer = tracked.request, tracked.answer
@@ -311,7 +320,11 @@ class SchedulerHalf:
             return
         if self._settings.save == "prompt":
             tokens = min(tokens, request.num_prompt_tokens)
+        limit = token_limit(request, "max_offload_tokens")
+        if limit is not None:
+            tokens = min(tokens, limit)
         most = min(tokens, request.num_tokens, len(request.block_hashes) * self._groups.hash_tokens)
+        advice = Advice.of(request)
         for row, block in rows.items():
             if row >= self._groups.blocks(group, most) or answer.has(group, row):
                 continue
@@ -319,7 +332,8 @@ class SchedulerHalf:
             if self._saves.has(group, key) or key in blocks[group]:
                 continue
             if self._settings.save != "second_touch" or self._touch(group, key):
-                blocks[group][key] = block
+                before = row and tracked.key(answer.variant, self._groups.hashed(group, row - 1))
+                blocks[group][key] = Whole(block, before or b"", advice)
 
     def _touch(self, group: int, key: bytes) -> bool:
         """Whether a block has come by before, as far as is remembered."""

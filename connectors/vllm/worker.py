@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from forebay.client import Client, ClientOptions, WritePlan
+from forebay.client import Client, ClientOptions, Hints, WritePlan
 from forebay.clock import Clock
 from forebay.connectors.vllm.blocks import BlockTensors
 from forebay.connectors.vllm.counters import Counters
@@ -240,7 +240,7 @@ class WorkerHalf:
                 why = "cancelled" if cancelled else "unavailable" if client is None else "late"
                 self._counters.add("lost_blocks", sum(len(each.keys) for each in parts[number:]), why)
                 return {block for each in parts[number:] for block in each.blocks}
-            missing = self._read_part(link, client, part, left_ms)
+            missing = self._read_part(link, client, part, load.advice.hints, left_ms)
             if missing:  # what comes after a gap is computed anyway
                 self._counters.add("lost_blocks", sum(len(each.keys) for each in rest), "behind_gap")
                 return missing | {block for each in rest for block in each.blocks}
@@ -251,12 +251,13 @@ class WorkerHalf:
         for start in range(0, len(rows.keys), step):
             yield Rows(rows.group, rows.keys[start : start + step], rows.blocks[start : start + step])
 
-    def _read_part(self, link: Link, client: Client, rows: Rows, left_ms: int) -> set[int]:
+    def _read_part(self, link: Link, client: Client, rows: Rows, hints: Hints | None, left_ms: int) -> set[int]:
         """Read blocks into the cache; those that could not be."""
         held = self._groups[rows.group]
         values = torch.empty((len(rows.keys), held.tensors.value_bytes), dtype=torch.uint8)
         named = self._settings.named(client, rows.keys, rows.group)
-        results = client.get_into(named, list(values.numpy()), tiles=held.tiles, deadline_ms=left_ms)
+        buffers = list(values.numpy())
+        results = client.get_into(named, buffers, tiles=held.tiles, hints=hints, deadline_ms=left_ms)
         link.note([result.reason for result in results])
         hits = [row for row, result in enumerate(results) if result.hit]
         if hits:
@@ -292,7 +293,8 @@ class WorkerHalf:
             ended = [(part.reason, part.committed, part.reason in _NOT_PLANNED) for part in parts]
         else:
             named = self._settings.named(client, save.rows.keys, save.rows.group)
-            blocks = client.put(named, rows, deadline_ms=deadline_ms)
+            describe = save.advice.describe(save.parents, held.group.block_tokens)
+            blocks = client.put(named, rows, hints=save.advice.hints, describe=describe, deadline_ms=deadline_ms)
             ended = [(block.reason, block.stored, block.present) for block in blocks]
             self._counters.add("present_blocks", sum(block.present and not block.stored for block in blocks))
         link.note([reason for reason, _, _ in ended])

@@ -27,6 +27,9 @@ class Request:
     prompt_embeds: Any = None
     lora_request: Any = None
     cache_salt: str | None = None
+    priority: int = 0
+    session_id: str | None = None
+    kv_transfer_params: Any = None
 
 
 @dataclass

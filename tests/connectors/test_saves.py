@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any, cast
 
+from forebay.connectors.vllm.advice import Advice
 from forebay.connectors.vllm.counters import Counters
 from forebay.connectors.vllm.link import Link
+from forebay.connectors.vllm.requests import Whole
 from forebay.connectors.vllm.saves import Saves
 from tests.client.conftest import eventually
 
@@ -17,6 +20,7 @@ class Away:
     def __init__(self) -> None:
         self.calls = 0
         self.client: Any = self
+        self.schema = SimpleNamespace(groups=[SimpleNamespace(block_tokens=16)])
 
     def allocate(self, keys: list[Any], **_: Any) -> Any:
         self.calls += 1
@@ -31,7 +35,7 @@ def test_a_node_that_is_left_alone_is_asked_for_no_plan() -> None:
     counters, link = Counters(), Away()
     saves = Saves(2, 30_000, counters)
     saves.hosts = {0: "a", 1: "b"}
-    numbers = [saves.begin(cast(Link, link), 0, 0, {bytes([i]): i}).number for i in range(3)]
+    numbers = [saves.begin(cast(Link, link), 0, 0, [(bytes([i]), Whole(i, b"", Advice()))]).number for i in range(3)]
     dropped: list[int] = []
 
     def told() -> bool:

@@ -15,6 +15,7 @@ from forebay.client import Client, ClientOptions, WritePlan
 from forebay.clock import SystemClock
 from forebay.connectors.keys import STABLE_HASH, tiled
 from forebay.connectors.vllm import scheduler
+from forebay.connectors.vllm.advice import Advice
 from forebay.connectors.vllm.counters import Counters
 from forebay.connectors.vllm.messages import Load, Rows, StepWork, WorkerReport
 from forebay.connectors.vllm.scheduler import SchedulerHalf
@@ -398,3 +399,54 @@ def test_a_save_that_others_have_made_meanwhile_has_no_plan(make: Make) -> None:
     assert until(lambda: bench.half.step(Output()).dropped) == (save.number,)
     assert bench.count("present_blocks") == BLOCKS
     ranks.close()
+
+
+def test_blocks_in_another_keyspace_are_counted_and_told_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    bench = make()
+    other = replace(bench.schema, groups=(replace(GROUP, format="of another CPU"),))
+    with bench.node.connect(schema=other) as there:
+        assert there.put(hashes("elsewhere")[1:4], [VALUE] * 3)[0].stored
+        bench.put(hashes("elsewhere")[:1])
+        with caplog.at_level("WARNING", "vllm.forebay"):
+            for ident in ("r", "again"):
+                assert bench.arrive(Request(ident, hashes("elsewhere"))) == (BLOCK, True)
+        assert bench.count("missed_blocks:other_keyspace") == 2 * (BLOCKS - 1), "what is behind the first one, too"
+        assert bench.count("missed_blocks:absent") == 0
+        (told,) = [record.getMessage() for record in caplog.records if "another" in record.getMessage()]
+        assert other.keyspace.hex()[:16] in told and "groups[0].format: " in told
+
+
+def test_blocks_of_another_generation(make: Make) -> None:
+    bench = make(generation=3)
+    with bench.node.connect(schema=bench.schema, generation=2) as before:
+        assert before.put(hashes("before"), [VALUE] * BLOCKS)[0].stored
+    assert bench.arrive(Request("r", hashes("before"))) == (0, False)
+    assert bench.count("missed_blocks:other_generation") == BLOCKS
+
+
+def test_what_a_request_says_goes_with_its_blocks(make: Make) -> None:
+    bench = make()
+    one = Request("one", hashes("one"), session_id="talk", priority=2)
+    two = Request("two", hashes("two"))
+    three = Request("three", [*hashes("one", 2), *hashes("three", 3)], session_id="late")
+    for each in (one, two, three):
+        bench.arrive(each)
+    work = bench.half.step(Output({each.request_id: each.num_prompt_tokens for each in (one, two, three)}))
+    first, second, third = work.saves
+    assert first.advice == Advice(2, "talk") and second.advice == Advice() and third.advice == Advice(session="late")
+    assert first.rows.keys == tuple(hashes("one")) and first.parents == (b"", *hashes("one")[:-1])
+    assert third.rows.keys == tuple(hashes("three", 3)), "what another saves in this step is saved once"
+    assert third.parents == (hashes("one", 2)[1], *hashes("three", 2))
+
+
+def test_bounds_of_a_request_are_kept(make: Make) -> None:
+    bench = make()
+    bench.put(hashes("bound"))
+    request = Request("r", hashes("bound"), kv_transfer_params={"max_load_tokens": 2 * BLOCK + 3})
+    assert bench.arrive(request, BLOCK) == (2 * BLOCK, True)
+    other = Request(
+        "o", hashes("unbound"), kv_transfer_params={"max_load_tokens": 0, "max_offload_tokens": 3 * BLOCK - 1}
+    )
+    assert bench.arrive(other) == (0, False)
+    (save,) = bench.compute(other, other.num_prompt_tokens).saves
+    assert save.rows.keys == tuple(hashes("unbound", 2))
