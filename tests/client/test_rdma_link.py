@@ -1,0 +1,392 @@
+"""One RDMA connection over verbs that do as they are told: its events, and the order in which it ends (design §6.5)."""
+
+import errno
+import os
+import select
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from forebay.client.transports import nvme_rdma_cm, nvme_rdma_device, nvme_rdma_link
+from forebay.client.transports.nvme_rdma_cm import QpAttributes
+from forebay.client.transports.nvme_rdma_device import Device, usable
+from forebay.client.transports.nvme_rdma_link import Link, Response, Sent
+from forebay.clock import SystemClock
+from forebay.errors import ConnectionLost, ForebayError, ProtocolError, Unavailable
+from forebay.nvmerdma import CmRequest
+
+ENTRIES = 4
+DEADLINE_MS = 1 << 40
+
+
+class Resource:
+    """Something that a device gave, and its end in the order of ends; it may refuse to end."""
+
+    def __init__(self, verbs: "Verbs", name: str, **values: object) -> None:
+        self.verbs = verbs
+        self.name = name
+        self.refusals: list[int] = []
+        self.__dict__.update(values)
+
+    def close(self) -> None:
+        if self.refusals:
+            raise OSError(self.refusals.pop(0), "as the test wants it")
+        self.verbs.ended.append(self.name)
+
+
+class Verbs:
+    """In the place of the package ibverbs: one device, one queue pair."""
+
+    AccessFlags = SimpleNamespace(LOCAL_WRITE=1, REMOTE_WRITE=2, REMOTE_READ=4)
+    WROpcode = SimpleNamespace(SEND=2)
+    SendFlags = SimpleNamespace(SIGNALED=2)
+    SendWR = RecvWR = QPInitAttr = AHAttr = SimpleNamespace
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+        self.states: list[int] = []
+        self.masks: list[int] = []
+        self.posted: list[Any] = []
+        self.receives: list[int] = []
+        self.completions: list[Any] = []
+        self.armed = False
+        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self.channel = Resource(self, "channel", fd=self.event_fd, get_cq_event=lambda: os.eventfd_read(self.event_fd))
+        self.cq = Resource(self, "cq", poll=self.poll, req_notify=self.arm, ack_events=lambda _: None)
+        self.qp = Resource(
+            self,
+            "qp",
+            qp_num=77,
+            modify=self.modify,
+            post_send=self.posted.extend,
+            post_recv=lambda wrs: self.receives.extend(wr.wr_id for wr in wrs),
+        )
+        self.regions = 0
+        self.refused_regions = 0
+
+    def SGE(self, address: int, length: int, lkey: int) -> tuple[int, int, int]:
+        return address, length, lkey
+
+    def modify(self, mask: int, ah_attr: object = None, **fields: int) -> None:
+        self.states.append(fields["qp_state"])
+        self.masks.append(fields.get("qp_access_flags", -1))
+
+    def arm(self) -> None:
+        self.armed = True
+
+    def poll(self, limit: int) -> list[Any]:
+        taken, self.completions = self.completions[:limit], self.completions[limit:]
+        return taken
+
+    def complete(self, wr_id: int, status: int = 0, byte_len: int = 16) -> None:
+        """What a device does: an event for the first completion after it was asked for one."""
+        self.completions.append(
+            SimpleNamespace(wr_id=wr_id, status=status, byte_len=byte_len, status_str=f"status {status}")
+        )
+        if self.armed:
+            self.armed = False
+            os.eventfd_write(self.event_fd, 1)
+
+    def reg_mr(self, address: int, length: int, access: int) -> Resource:
+        if self.refused_regions:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        self.regions += 1
+        kind = "shared region" if access & 6 else "region"
+        return Resource(self, kind, lkey=self.regions, rkey=100 + self.regions)
+
+    def get_device_list(self) -> list[Any]:
+        context = SimpleNamespace(
+            create_comp_channel=lambda: self.channel,
+            create_cq=lambda entries, channel: self.cq,
+            alloc_pd=lambda: Resource(self, "pd", create_qp=lambda attributes: self.qp, reg_mr=self.reg_mr),
+            query_device=lambda: SimpleNamespace(max_qp_rd_atom=128, phys_port_cnt=1),
+            query_port=lambda port: SimpleNamespace(state=self.port_state),
+            close=lambda: self.ended.append("context"),
+            __enter__=None,
+        )
+        return [SimpleNamespace(name="fake0", open=lambda: _Managed(context))]
+
+    port_state = 4
+
+
+class _Managed:
+    """A context that is a context manager, too."""
+
+    def __init__(self, context: SimpleNamespace) -> None:
+        self.__dict__.update(context.__dict__)
+
+    def __enter__(self) -> "_Managed":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Cm:
+    """In the place of `CmConnection`."""
+
+    private = bytes.fromhex("00000400")
+    failing = ""
+
+    def __init__(self, clock: object) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self.reason: str | None = None
+        self.established = False
+        self.verbs: Verbs | None = None
+
+    def resolve(self, address: str, port: int, source: str | None, deadline_ms: int) -> str:
+        return "fake0"
+
+    def attributes(self, state: int) -> tuple[QpAttributes, int]:
+        return QpAttributes(qp_state=state), 1 | 1 << 3 | (1 << 7 if state == 2 else 0)
+
+    def connect(self, number: int, private_data: bytes, resources: int, deadline_ms: int) -> bytes:
+        assert number == 77 and len(private_data) == 32 and resources == 128
+        if self.failing == "connect":
+            raise ConnectionLost("nobody listens there")
+        return self.private
+
+    def establish(self) -> None:
+        self.established = True
+
+    def ended(self) -> str | None:
+        os.eventfd_read(self.fd)
+        return self.reason
+
+    def end(self, reason: str) -> None:
+        self.reason = reason
+        os.eventfd_write(self.fd, 1)
+
+    def close(self) -> None:
+        verbs = nvme_rdma_device.verbs()
+        verbs.ended.append("connection")
+
+
+@pytest.fixture
+def verbs(monkeypatch: pytest.MonkeyPatch) -> Verbs:
+    fake = Verbs()
+    monkeypatch.setattr(nvme_rdma_link, "verbs", lambda: fake)
+    monkeypatch.setattr(nvme_rdma_device, "verbs", lambda: fake)
+    monkeypatch.setattr(nvme_rdma_device, "library", lambda: None)
+    monkeypatch.setattr(nvme_rdma_link, "CmConnection", Cm)
+    monkeypatch.setattr(nvme_rdma_link, "_AGAIN_S", 0.001)
+    return fake
+
+
+def dial(device: Device) -> Link:
+    return Link.dial(
+        lambda name: device,
+        "10.0.0.1",
+        4420,
+        source=None,
+        request=CmRequest(1, ENTRIES, 7),
+        staging_bytes=1 << 16,
+        deadline_ms=DEADLINE_MS,
+        clock=SystemClock(),
+    )
+
+
+@pytest.fixture
+def device(verbs: Verbs) -> Device:
+    return Device("fake0")
+
+
+@pytest.fixture
+def link(device: Device) -> Iterator[Link]:
+    one = dial(device)
+    yield one
+    one.close()
+
+
+def readable(link: Link) -> bool:
+    poller = select.poll()
+    poller.register(link.fd, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def test_a_queue_pair_is_brought_up(verbs: Verbs, link: Link) -> None:
+    assert verbs.states == [1, 1, 2, 3], "INIT, and after the peer's answer INIT, RTR, RTS"
+    assert all(mask & 6 == 6 for mask in verbs.masks), "the peer may read and write"
+    assert verbs.receives == list(range(ENTRIES)), "before the peer may send"
+
+
+def test_every_order_of_completion_and_poll_leaves_it_readable(verbs: Verbs, link: Link) -> None:
+    assert link.receive(8) == []
+    assert not readable(link)
+    verbs.complete(1 << 32 | 2)
+    assert readable(link)
+    verbs.complete(0)  # no event of its own
+    assert link.receive(1) == [Sent(2)]
+    link.linger()
+    assert readable(link), "one is left that no event tells of"
+    (event,) = link.receive(1)
+    assert isinstance(event, Response)
+    assert link.receive(1) == []
+    assert not readable(link)
+    verbs.complete(1 << 32 | 1)
+    assert readable(link)
+
+
+def test_a_response_slot_is_posted_again(verbs: Verbs, link: Link) -> None:
+    verbs.receives.clear()
+    verbs.complete(3)
+    verbs.complete(1 << 32)
+    assert len(link.receive(8)) == 2
+    assert verbs.receives == [3]
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(5, ConnectionLost), (12, ConnectionLost), (13, ConnectionLost), (10, ProtocolError)]
+)
+def test_what_came_before_an_error_counts(verbs: Verbs, link: Link, status: int, error: type[ForebayError]) -> None:
+    verbs.complete(1 << 32)
+    verbs.complete(1 << 32 | 1, status)
+    verbs.complete(1 << 32 | 2, 5)
+    assert link.receive(8) == [Sent(0)]
+    for _ in range(2):
+        with pytest.raises(error):
+            link.receive(8)
+    assert not link.quiet()
+
+
+def test_the_news_of_the_end_waits_for_what_came_before(verbs: Verbs, link: Link) -> None:
+    verbs.complete(1 << 32)
+    link._cm.end("the target closed the connection")  # type: ignore[attr-defined]
+    assert link.receive(8) == [Sent(0)]
+    with pytest.raises(ConnectionLost, match="closed the connection"):
+        link.receive(8)
+
+
+def test_it_is_cut_from_another_thread(verbs: Verbs, link: Link) -> None:
+    link.cut()
+    assert verbs.states[-1] == 6
+    link.close()
+    link.cut()
+
+
+def test_memory_is_taken_back_after_the_queue_pair_is_gone(verbs: Verbs, device: Device) -> None:
+    link = dial(device)
+    link.close()
+    link.close()
+    assert verbs.states[-1] == 6
+    assert verbs.ended == ["qp", "shared region", "region", "cq", "channel", "connection"]
+
+
+def test_it_does_not_end_before_the_device_has_confirmed(
+    verbs: Verbs, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = dial(device)
+    verbs.qp.refusals = [errno.EBUSY, errno.EAGAIN, errno.EBUSY]
+    link.close()
+    assert verbs.ended[0] == "qp"
+    assert len([record for record in caplog.records if "cannot be destroyed" in record.message]) == 3
+
+
+def test_a_device_that_is_gone_writes_nothing(verbs: Verbs, device: Device) -> None:
+    link = dial(device)
+    verbs.qp.refusals = [errno.EIO] * 5
+    link.close()
+    assert verbs.ended[-1] == "connection"
+
+
+def _nobody_listens(verbs: Verbs, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Cm, "failing", "connect")
+
+
+def _takes_too_little(verbs: Verbs, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Cm, "private", bytes.fromhex("00000200"))
+
+
+def _no_memory(verbs: Verbs, patch: pytest.MonkeyPatch) -> None:
+    verbs.refused_regions = 1
+
+
+@pytest.mark.parametrize(
+    ("why", "error"),
+    [(_nobody_listens, ConnectionLost), (_takes_too_little, ProtocolError), (_no_memory, Unavailable)],
+)
+def test_what_cannot_be_connected_leaves_nothing(
+    verbs: Verbs,
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    why: Callable[[Verbs, pytest.MonkeyPatch], None],
+    error: type[ForebayError],
+) -> None:
+    why(verbs, monkeypatch)
+    with pytest.raises(error):
+        dial(device)
+    assert {"cq", "channel", "connection"} <= set(verbs.ended)
+    assert device._users == 1
+
+
+def test_a_device_is_closed_after_its_last_connection(verbs: Verbs) -> None:
+    device = Device("fake0")
+    link = dial(device)
+    buffer = bytearray(8192)
+    registration = device.register(memoryview(buffer))
+    start = registration.address
+    assert device.find(start + 4096, 4096) == registration.key
+    assert device.find(start + 4096, 4097) is None
+    assert device.find(start - 1, 10) is None
+    device.release()
+    assert "pd" not in verbs.ended
+    link.close()
+    assert verbs.ended[-3:] == ["shared region", "pd", "context"]
+    assert device.find(start, 1) is None
+
+
+def test_what_a_machine_lacks_is_said(verbs: Verbs, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert usable() is None
+    monkeypatch.setattr(verbs, "port_state", 1)
+    assert usable() == "no port of fake0 is up"
+    monkeypatch.setattr(verbs, "get_device_list", list)
+    assert usable() == "this machine has no RDMA devices"
+
+    def none() -> Any:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(verbs, "get_device_list", none)
+    assert "no RDMA devices" in str(usable())
+
+    def missing() -> Any:
+        raise Unavailable("RDMA needs the package ibverbs")
+
+    monkeypatch.setattr(nvme_rdma_device, "verbs", missing)
+    assert usable() == "RDMA needs the package ibverbs"
+
+
+def test_layouts_are_those_of_the_libraries() -> None:
+    """Sizes and offsets that a C compiler gives the public headers of rdma-core on 64-bit Linux."""
+    from ctypes import sizeof
+
+    assert sizeof(QpAttributes) == 144
+    assert (QpAttributes.ah.offset, QpAttributes.alt_ah.offset, QpAttributes.pkey_index.offset) == (56, 88, 120)
+    assert QpAttributes.rate_limit.offset == 136
+    assert sizeof(nvme_rdma_cm._ConnParam) == 24
+    assert nvme_rdma_cm._CmEvent.conn.offset == 24
+
+
+@pytest.mark.parametrize(
+    ("address", "raw"),
+    [
+        ("127.0.0.1", "020011447f000001" + "00" * 8),
+        ("::1", "0a00114400000000" + "00" * 15 + "01" + "00000000"),
+    ],
+)
+def test_addresses(address: str, raw: str) -> None:
+    assert bytes(nvme_rdma_cm._sockaddr(address, 4420))[: len(raw) // 2] == bytes.fromhex(raw)
+
+
+def test_rejections_are_errors_to_act_by() -> None:
+    names = [
+        type(nvme_rdma_cm._rejected(status, data)).__name__
+        for status, data in (
+            (8, b""),
+            (28, bytes.fromhex("00000600")),
+            (28, bytes.fromhex("00000300")),
+            (28, b""),
+        )
+    ]
+    assert names == ["ConnectionLost", "Busy", "TargetRefused", "TargetRefused"]

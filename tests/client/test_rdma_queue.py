@@ -1,0 +1,318 @@
+"""The NVMe/RDMA transport above the device: the conformance suite, and targets that lie (docs/design.md §6.1, §6.5)."""
+
+import os
+import select
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from forebay.checksum import crc32c
+from forebay.client.transports.base import Outcome, ReadOp, Segment, Transport, WriteOp
+from forebay.client.transports.nvme_rdma_link import Response, Sent
+from forebay.client.transports.nvme_rdma_queue import RdmaQueue
+from forebay.client.transports.requests import Request
+from forebay.clock import SystemClock
+from forebay.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    ForebayError,
+    ProtocolError,
+    TargetFailed,
+    TargetRefused,
+    Unavailable,
+)
+from forebay.ids import LBA_BYTES
+from forebay.nvmetcp import spec
+from forebay.nvmetcp.command import Command
+from forebay.nvmetcp.spec import IoOpcode, Status
+from forebay.testing.transport_suite import Area, TransportSuite
+from tests.client import rdma_peer
+from tests.client.conftest import eventually, now_ms
+from tests.client.rdma_peer import IN_CAPSULE_BYTES, Peer, Wire
+
+SIZE = 256 << 10
+LONG_MS = 20_000
+
+
+class TestStaged(TransportSuite):
+    @pytest.fixture
+    def transport(self) -> Iterator[Transport]:
+        one = rdma_peer.Transport(Peer(32 << 20), connections=4)
+        yield one
+        one.close()
+
+    @pytest.fixture
+    def area(self) -> Area:
+        return Area(1, 1 << 20, 24 << 20, 32 << 20)
+
+
+class TestLittleStaging(TestStaged):
+    @pytest.fixture
+    def transport(self) -> Iterator[Transport]:
+        one = rdma_peer.Transport(Peer(32 << 20), max_command_bytes=64 << 10, staging_bytes=192 << 10)
+        yield one
+        one.close()
+
+
+@pytest.fixture
+def peer() -> Peer:
+    peer = Peer(2 << 20)
+    peer.volume[:] = os.urandom(len(peer.volume))
+    return peer
+
+
+@pytest.fixture
+def transport(peer: Peer) -> Iterator[rdma_peer.Transport]:
+    one = rdma_peer.Transport(peer)
+    yield one
+    one.close()
+    assert len(peer.closed) == len(peer.wires), "every connection is closed"
+
+
+def read(one: Transport, into: bytearray, left_ms: int = LONG_MS, at: int = 0) -> Outcome:
+    return one.read([ReadOp(1, at, (Segment(memoryview(into), len(into), 5),))], now_ms() + left_ms)[0]
+
+
+def write(one: Transport, data: bytes | bytearray, left_ms: int = LONG_MS, at: int = 0) -> Outcome:
+    return one.write([WriteOp(1, at, (Segment(memoryview(data), len(data), 5),), 0xABCD)], now_ms() + left_ms)[0]
+
+
+def works(peer: Peer, one: Transport) -> None:
+    """A target that tells the truth again is believed."""
+    peer.lie = lambda *_: False
+    into = bytearray(SIZE)
+    outcome = read(one, into)
+    assert outcome.error is None
+    assert outcome.checksums == (crc32c(into, 5),)
+    assert into == peer.volume[:SIZE]
+
+
+def hold(wire: Wire, command: Command, key: int) -> bool:
+    wire.held.append(command)
+    return True
+
+
+def refuse(wire: Wire, command: Command, key: int) -> bool:
+    wire.respond(command.cid, Status.ACCESS_DENIED)
+    return True
+
+
+def by_no_key(wire: Wire, command: Command, key: int) -> bool:
+    wire.io(command, key ^ 1)
+    return True
+
+
+def test_writes_carry_their_tag_and_short_ones_their_data(peer: Peer, transport: rdma_peer.Transport) -> None:
+    data = os.urandom(IN_CAPSULE_BYTES + LBA_BYTES)
+    assert write(transport, data[:IN_CAPSULE_BYTES]).error is None
+    assert write(transport, data, at=1 << 20).error is None
+    short, long = [c for wire in peer.wires for c in wire.commands if wire.queue_id and c.opcode == IoOpcode.WRITE]
+    assert (short.sgl_kind, short.sgl_address) == (spec.SGL_DATA_BLOCK_OFFSET, 0)
+    assert long.sgl_kind == 0x40
+    assert short.reference_tag == long.reference_tag == 0xABCD
+    assert peer.volume[:IN_CAPSULE_BYTES] == data[:IN_CAPSULE_BYTES]
+    assert peer.volume[1 << 20 :][: len(data)] == data
+
+
+def test_registered_memory_is_reached_without_a_copy(peer: Peer, transport: rdma_peer.Transport) -> None:
+    into = bytearray(SIZE)
+    peer.register(into)
+    outcome = read(transport, into)
+    assert (outcome.error, outcome.checksums) == (None, (crc32c(into, 5),))
+    assert into == peer.volume[:SIZE]
+    into[:] = os.urandom(SIZE)
+    assert write(transport, into, at=1 << 20).error is None
+    assert peer.volume[1 << 20 :][:SIZE] == into
+    (wire,) = [wire for wire in peer.wires if wire.queue_id]
+    start = peer.registered[0][0]
+    moves = [command for command in wire.commands if command.opcode in (IoOpcode.READ, IoOpcode.WRITE)]
+    assert [(command.sgl_address, command.sgl_length_bytes) for command in moves] == [(start, SIZE)] * 2
+
+
+def test_responses_before_the_capsules_are_sent_and_in_any_order(peer: Peer) -> None:
+    """A completion of the response may be seen before that of the send (InfiniBand architecture §9.9)."""
+    one = rdma_peer.Transport(peer, max_command_bytes=LBA_BYTES)
+
+    def late(wire: Wire, command: Command, key: int) -> bool:
+        wire.held.append(command)
+        if len(wire.held) < SIZE // LBA_BYTES:
+            return True
+        for sent in [event for event in wire.events if isinstance(event, Sent)]:
+            wire.events.remove(sent)
+        for waiting in reversed(wire.held):
+            wire.io(waiting, key)
+        wire.say(*(Sent(waiting.cid) for waiting in wire.held))
+        wire.held.clear()
+        return True
+
+    peer.lie = late
+    into = bytearray(SIZE)
+    assert read(one, into).error is None
+    assert into == peer.volume[:SIZE]
+    one.close()
+
+
+def answer(raw: bytes) -> Callable[[Wire, Command, int], bool]:
+    def lie(wire: Wire, command: Command, key: int) -> bool:
+        wire.say(Response(raw, len(raw)))
+        return True
+
+    return lie
+
+
+def twice(wire: Wire, command: Command, key: int) -> bool:
+    wire.respond(command.cid)
+    wire.respond(command.cid)
+    return True
+
+
+@pytest.mark.parametrize(
+    "lie", [answer(b"\0" * 8), answer(spec.CQE.pack(0, 0, 1, 99, 0)), answer(spec.CQE.pack(0, 0, 1, 0xFFFF, 0)), twice]
+)
+def test_nonsense_ends_the_connection(
+    peer: Peer, transport: rdma_peer.Transport, lie: Callable[[Wire, Command, int], bool]
+) -> None:
+    peer.lie = lie
+    outcome = read(transport, bytearray(SIZE))
+    # A second response may come after the call has its own: then the next call finds it.
+    assert outcome.error is None if lie is twice else isinstance(outcome.error, ProtocolError)
+    works(peer, transport)
+    assert len([wire for wire in peer.wires if wire.queue_id]) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(Status.UNRECOVERED_READ_ERROR, TargetFailed), (Status.INVALID_NAMESPACE, TargetRefused), (0x7FF, TargetFailed)],
+)
+def test_a_status_concerns_its_command_alone(
+    peer: Peer, transport: rdma_peer.Transport, status: int, error: type[ForebayError]
+) -> None:
+    def lie(wire: Wire, command: Command, key: int) -> bool:
+        wire.respond(command.cid, status)
+        return True
+
+    peer.lie = lie
+    outcome = read(transport, bytearray(SIZE))
+    assert isinstance(outcome.error, error)
+    assert outcome.quiesced
+    works(peer, transport)
+    assert transport.state().connections == 1
+    assert len([wire for wire in peer.wires if wire.queue_id]) == 1
+
+
+def test_who_stops_half_way_comes_back(peer: Peer) -> None:
+    """A device tells of a completion once: what was left there would be waited for in vain."""
+    wire = Wire(peer, 1, 1 << 20)
+    queue = RdmaQueue(wire, SystemClock(), peer.find)
+    queue.set_depth(8)
+    poller = select.poll()
+    poller.register(queue.fd, select.POLLIN)
+    into = bytearray(4 * LBA_BYTES)
+    for i in range(4):
+        view = memoryview(into)[i * LBA_BYTES : (i + 1) * LBA_BYTES]
+        queue.submit(Request(1, i * LBA_BYTES, LBA_BYTES, [Segment(view, LBA_BYTES)], write=False))
+    queue.flush()
+    turns = 0
+    while queue.in_flight:
+        assert poller.poll(30_000)
+        assert queue.receive(1), "there is more"
+        turns += 1
+    assert turns > 4
+    assert into == peer.volume[: len(into)]
+    assert poller.poll(30_000)
+    assert not queue.receive(1)
+    assert not poller.poll(0), "nothing is left"
+    queue.close()
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_what_is_late_finds_no_connection(peer: Peer, transport: rdma_peer.Transport, registered: bool) -> None:
+    peer.lie = hold
+    into = bytearray(b"\xaa" * SIZE)
+    if registered:
+        peer.register(into)
+    outcome = read(transport, into, left_ms=50)
+    assert isinstance(outcome.error, DeadlineExceeded)
+    (wire,) = [wire for wire in peer.wires if wire.queue_id]
+    assert wire.closed, "before the call returned"
+    assert into == b"\xaa" * SIZE
+    works(peer, transport)
+
+
+@pytest.mark.parametrize("quiesced", [False, True])
+def test_a_write_says_whether_it_may_still_happen(peer: Peer, transport: rdma_peer.Transport, quiesced: bool) -> None:
+    peer.lie = refuse if quiesced else hold
+    outcome = write(transport, os.urandom(SIZE), left_ms=LONG_MS if quiesced else 50)
+    assert outcome.error is not None
+    assert outcome.quiesced == quiesced
+
+
+def test_a_connection_that_breaks_in_the_middle(peer: Peer, transport: rdma_peer.Transport) -> None:
+    def lie(wire: Wire, command: Command, key: int) -> bool:
+        wire.break_off("the target closed the connection")
+        return True
+
+    peer.lie = lie
+    into = bytearray(b"\xaa" * SIZE)
+    outcome = read(transport, into)
+    assert isinstance(outcome.error, ConnectionLost)
+    assert into == b"\xaa" * SIZE
+    works(peer, transport)
+
+
+def test_a_key_that_is_none(peer: Peer, transport: rdma_peer.Transport) -> None:
+    peer.lie = by_no_key
+    assert isinstance(read(transport, bytearray(SIZE)).error, ConnectionLost)
+    works(peer, transport)
+
+
+def test_a_target_without_keyed_sgls_is_refused(peer: Peer, transport: rdma_peer.Transport) -> None:
+    peer.sgls = 1
+    assert isinstance(read(transport, bytearray(SIZE)).error, TargetRefused)
+    peer.sgls = 5
+    eventually(lambda: read(transport, bytearray(SIZE)).error is None, "it is asked again")
+
+
+def test_a_subsystem_that_is_not_there(peer: Peer) -> None:
+    one = rdma_peer.Transport(peer, nqn="nqn.2026-01.io.forebay:other")
+    assert isinstance(read(one, bytearray(SIZE)).error, TargetRefused)
+    one.close()
+    assert len(peer.closed) == len(peer.wires)
+
+
+def test_the_breaker(peer: Peer) -> None:
+    peer.refuses = True
+    one = rdma_peer.Transport(peer, backoff_ms=(60_000, 60_000))
+    assert isinstance(read(one, bytearray(SIZE)).error, ConnectionLost)
+    assert one.state().breaker_open
+    assert isinstance(read(one, bytearray(SIZE)).error, Unavailable)
+    one.close()
+
+
+def test_a_dead_admin_queue_ends_the_association(peer: Peer, transport: rdma_peer.Transport) -> None:
+    works(peer, transport)
+    next(wire for wire in peer.wires if not wire.queue_id).break_off("the target closed the connection")
+    works(peer, transport)
+    assert transport.state().reconnects == 1
+
+
+def test_keep_alive(peer: Peer) -> None:
+    one = rdma_peer.Transport(peer, keep_alive_ms=60)
+    one.connect(now_ms() + LONG_MS)
+    (admin,) = peer.wires
+    eventually(lambda: sum(c.opcode == 0x18 for c in admin.commands) >= 3, "it is kept alive")
+    one.close()
+
+
+def test_closing_waits_for_no_command(peer: Peer, transport: rdma_peer.Transport) -> None:
+    peer.lie = hold
+    into = bytearray(b"\xaa" * SIZE)
+    outcomes: list[Outcome] = []
+    reading = threading.Thread(target=lambda: outcomes.append(read(transport, into)))
+    reading.start()
+    eventually(lambda: any(wire.held for wire in peer.wires), "it is under way")
+    transport.close()
+    reading.join(30)
+    assert isinstance(outcomes[0].error, Unavailable)
+    assert into == b"\xaa" * SIZE
