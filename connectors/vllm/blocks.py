@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from forebay.ranks import held_tiles, written_tiles
 from forebay.schema import Group
 
-__all__ = ["BlockTensors"]
+__all__ = ["BlockTensors", "HeldGroup", "Part"]
 
 
 class BlockTensors:
@@ -52,3 +54,36 @@ class BlockTensors:
         by_head_group = values.view(len(blocks), self._head_groups, -1)
         for cache, span in zip(self._caches, self._spans, strict=True):
             yield cache, rows, by_head_group[:, :, span]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some layers of a group as a rank holds them: the tiles, and the tensors that they are of."""
+
+    tiles: tuple[int, ...]
+    tensors: BlockTensors
+
+
+class HeldGroup:
+    """One group as a rank holds it: as a whole, and by its layer groups."""
+
+    def __init__(self, group: Group, layers: Sequence[Any], heads: int, rank: int, ranks: int) -> None:
+        """``layers`` are the caches of the group's layers; ``heads`` are here of its KV heads."""
+        self.group = group
+        self._place = rank, ranks
+        self.whole = Part(held_tiles(group, rank, ranks), BlockTensors(layers, group, heads))
+        self.parts: list[Part] = []
+        for each in range(group.layer_groups):
+            within = group.layer_range(each)
+            tiles = held_tiles(group, rank, ranks, layers=within)
+            self.parts.append(Part(tiles, BlockTensors(layers[within.start : within.stop], group, heads)))
+
+    @property
+    def value_bytes(self) -> int:
+        """Of one block here."""
+        return self.whole.tensors.value_bytes
+
+    def writes(self, turn: int) -> bool:
+        """Whether it is this rank that writes what it holds: of ranks that hold the same, one does."""
+        rank, ranks = self._place
+        return bool(written_tiles(self.group, rank, ranks, turn=turn))

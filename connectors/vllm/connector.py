@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
 
 from forebay.client import ClientOptions
 from forebay.clock import SystemClock
@@ -71,7 +72,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.from_config(self._kv_transfer_config.kv_connector_extra_config or {})
         check_version(self._settings)
-        check_supported(vllm_config, kv_cache_config)
+        check_supported(vllm_config, kv_cache_config, self._settings)
         self._counters = Counters()
         name = f"vllm {vllm.__version__} {self._kv_transfer_config.engine_id}"
         # All calls are made by threads, with deadlines of their own: they can wait for a node that is slow to reach.
@@ -163,7 +164,10 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
-        self._scheduler.ended(request)
+        given_up = request.status is RequestStatus.FINISHED_ABORTED
+        forget = self._scheduler.ended(request, block_ids[0], given_up=given_up)
+        if forget and self._kv_cache_manager is not None:
+            self._kv_cache_manager.evict_blocks(forget)
         return False, None
 
     def has_pending_push_work(self) -> bool:
@@ -186,10 +190,18 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.begin(self._work)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads end before their request is computed."""
+        assert self._worker is not None
+        self._worker.wait_for_layer(layer_name)
 
+    @shielded(lambda: None)
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Saves are taken at the end of the step."""
+        assert self._worker is not None
+        self._worker.layer_computed(layer_name, self._work)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layers that are waited for one by one call back, which a graph of the whole model would leave out."""
+        return extra_config.get("load") == "layers"
 
     @shielded(lambda: None)
     def wait_for_save(self) -> None:

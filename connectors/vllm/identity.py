@@ -36,7 +36,7 @@ def _need(ok: bool, what: str, field: str) -> None:
         raise ConfigInvalid(f"the vLLM connector does not support {what}", field=field)
 
 
-def check_supported(config: Any, kv_cache: Any) -> None:
+def check_supported(config: Any, kv_cache: Any, settings: Settings | None = None) -> None:
     """Refuse what would fail, or be wrong, at a later request. ``kv_cache`` is vLLM's `KVCacheConfig`.
 
     Raises `ConfigInvalid`, in words that say what it is about.
@@ -49,7 +49,20 @@ def check_supported(config: Any, kv_cache: Any) -> None:
     _need(parallel.decode_context_parallel_size == 1, "context parallelism yet", "decode_context_parallel_size")
     _need(parallel.prefill_context_parallel_size == 1, "context parallelism yet", "prefill_context_parallel_size")
     _need(config.speculative_config is None, "speculative decoding yet", "speculative_config")
-    cache_groups(config, kv_cache)
+    groups = cache_groups(config, kv_cache)
+    if settings is not None and settings.load == "layers":
+        _need(
+            groups.plain,
+            "load=layers with windows, states or several KV cache groups: vLLM could not be told of a failure in the "
+            "middle of a step (load=async)",
+            "load",
+        )
+        _need(
+            not config.scheduler_config.async_scheduling,
+            "load=layers with asynchronous scheduling, with which vLLM delivers the tokens of a step that was "
+            "scheduled after one whose load failed: start the engine with --no-async-scheduling (or with load=async)",
+            "load",
+        )
     check_hash(config.cache_config.prefix_caching_hash_algo, setting=_HASH_SETTING)
 
 
@@ -68,7 +81,7 @@ def schema_of(config: Any, facts: WorkerFacts, settings: Settings) -> tuple[Sche
             f"only with engines that have max_tensor_parallel={ranks}"
         )
     heads = config.model_config.get_total_num_kv_heads()
-    groups = tuple([_group(held, heads, ranks, largest) for held in facts.groups])
+    groups = tuple([_group(held, heads, ranks, largest, settings.layer_groups) for held in facts.groups])
     if ranks > 1 and any(group.kind == "mamba" for group in groups):
         notes.append(
             f"states of this model are cut by {ranks} ranks in a way that no other number of ranks can read: blocks "
@@ -78,7 +91,7 @@ def schema_of(config: Any, facts: WorkerFacts, settings: Settings) -> tuple[Sche
     return schema, about_hashes + notes
 
 
-def _group(held: GroupFacts, heads: int, ranks: int, largest: int) -> Group:
+def _group(held: GroupFacts, heads: int, ranks: int, largest: int, layer_groups: int) -> Group:
     """A group of the schema from what a rank holds of it. Raises `GridInvalid`, and `ConfigInvalid`."""
     if held.cache.kind == "mamba":
         heads = ranks  # each rank's part of a state is one tile
@@ -101,7 +114,7 @@ def _group(held: GroupFacts, heads: int, ranks: int, largest: int) -> Group:
     )
     if held.cache.kind == "mamba":
         return replace(group, head_groups=ranks)
-    group = tiled(group, max_ranks=largest)
+    group = tiled(group, max_ranks=largest, layer_groups=layer_groups)
     held_tiles(group, 0, ranks)
     return group
 

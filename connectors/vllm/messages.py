@@ -65,11 +65,12 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks to read for a request that waits for them."""
+    """Blocks to read for a request that waits for them, or that this very step computes with (``in_step``)."""
 
     request: str
     rows: tuple[Rows, ...]
     advice: Advice = field(default_factory=Advice)
+    in_step: bool = False
 
     def __len__(self) -> int:
         return sum(len(rows.keys) for rows in self.rows)

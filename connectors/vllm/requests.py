@@ -81,6 +81,7 @@ class Tracked:
     def lost(self) -> None:
         """A load failed: compute the request, and store what it computes, whatever the node said it had."""
         self.computed = True
+        self.considered_tokens = 0
         answer = self.answer
         if answer is not None:
             self.probe = Future()

@@ -29,6 +29,7 @@ class _Saving:
     save: Save
     plan: Future[WritePlan | None] | None
     told: bool = False
+    spoilt: bool = False
     ranks_done: int = 0
     failed: bool = False
 
@@ -46,7 +47,8 @@ class Saves:
         self._calling = ThreadPoolExecutor(1, "forebay-plan")
         self._number = 0
         self._saving: dict[int, _Saving] = {}
-        self._keys: set[tuple[int, bytes]] = set()
+        self._keys: dict[tuple[int, bytes], int] = {}
+        self._fresh: list[int] = []
         self.hosts: dict[int, str] = {}
         """The NVMe host of each rank that has joined the session."""
 
@@ -79,7 +81,8 @@ class Saves:
             named = [BlockKey(key, group, scope) for key in keys]
             plan = self._calling.submit(self._plan, link, save, named, list(self.hosts.values()))
         self._saving[save.number] = _Saving(save, plan, told=plan is None)
-        self._keys.update((group, key) for key in keys)
+        self._keys.update(((group, key), save.number) for key in keys)
+        self._fresh.append(save.number)
         return save
 
     def _plan(self, link: Link, save: Save, keys: list[BlockKey], hosts: list[str]) -> WritePlan | None:
@@ -108,20 +111,31 @@ class Saves:
                 self._counters.add("unstored_blocks", reason=reason)
         return plan if "ok" in plan.reasons else None
 
-    def tell(self) -> tuple[list[tuple[int, bytes]], list[int]]:
+    def tell(self, link: Link | None) -> tuple[list[tuple[int, bytes]], list[int]]:
         """Plans that have become known since, and saves that there is none for."""
         plans, dropped = [], []
+        self._fresh.clear()
         for number, saving in list(self._saving.items()):
             if saving.told or saving.plan is None or not saving.plan.done():
                 continue
             plan = saving.plan.result()
-            if plan is None:
+            if plan is None or saving.spoilt:
                 dropped.append(number)
                 self._end(number)
+                if plan is not None:
+                    self._calling.submit(self._abort, link, saving.plan)
             else:
                 saving.told = True
                 plans.append((number, plan.to_bytes()))
         return plans, dropped
+
+    def spoil(self) -> None:
+        """The last step computed with blocks that were not all there: its saves are given up, and may be made anew."""
+        for number in self._fresh:
+            saving = self._saving.get(number)
+            if saving is not None:
+                saving.spoilt = True
+                self._forget(saving.save)
 
     def heard(self, link: Link | None, done: dict[int, int], failed: set[int]) -> None:
         """How many ranks have done with saves, and which saves a rank could not carry out: given up for all."""
@@ -137,18 +151,23 @@ class Saves:
             if saving.ranks_done < self._ranks:
                 continue
             self._end(number)
-            if saving.failed and saving.plan is not None and link is not None:
+            if saving.failed and saving.plan is not None:
                 self._calling.submit(self._abort, link, saving.plan)
 
-    def _abort(self, link: Link, planned: Future[WritePlan | None]) -> None:
+    def _abort(self, link: Link | None, planned: Future[WritePlan | None]) -> None:
         """In the thread that made the plan, and so after it. Raises nothing."""
         try:
-            plan, client = planned.result(), link.client
+            plan, client = planned.result(), None if link is None else link.client
             if plan is not None and client is not None:
                 client.abort(plan, deadline_ms=min(self._deadline_ms, _PLAN_MS))
         except Exception:  # the engine must live on; what is not given up expires
             _log.exception("a save was not given up")
 
     def _end(self, number: int) -> None:
-        rows = self._saving.pop(number).save.rows
-        self._keys.difference_update((rows.group, key) for key in rows.keys)
+        self._forget(self._saving.pop(number).save)
+
+    def _forget(self, save: Save) -> None:
+        """Its blocks are not being saved any more, unless by another save."""
+        for key in save.rows.keys:
+            if self._keys.get((save.rows.group, key)) == save.number:
+                del self._keys[save.rows.group, key]

@@ -67,6 +67,8 @@ class SchedulerHalf:
         self._probing = ThreadPoolExecutor(2, "forebay-probe")
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
+        self._in_step = settings.load == "layers"
+        self._step_loads: tuple[str, ...] = ()
         self._offer: SessionOffer | None = None
         self._touched: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._saves = Saves(ranks, settings.save_timeout_ms, counters)
@@ -141,7 +143,7 @@ class SchedulerHalf:
         return [words[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens after ``computed_tokens`` can be loaded, and that it takes a while; None: ask again."""
+        """How many tokens after ``computed_tokens`` can be loaded, and whether that takes a while; None: ask again."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0, False
@@ -162,7 +164,9 @@ class SchedulerHalf:
             return 0, False
         start = tracked.start_tokens = computed_tokens
         # The last token is computed again where all are there: on top of its block, which a window or a state forbids.
-        most = request.num_tokens if self._groups.plain else request.num_tokens - 1
+        # A step that computes with what it loads has to have something to compute.
+        whole = self._groups.plain and not self._in_step
+        most = request.num_tokens if whole else request.num_tokens - 1
         limit = token_limit(request, "max_load_tokens")
         if limit is not None:
             most = min(most, start + limit)
@@ -172,7 +176,7 @@ class SchedulerHalf:
         tokens = self._groups.longest(answer.present, start, min(most, start + tracked.wanted_tokens)) - start
         if not tokens or self._mode.now != "on" or self._session() is None:
             return 0, False
-        return tokens, True
+        return tokens, not self._in_step
 
     def _decide(self, answer: Probe, start: int, end: int) -> int:
         """How many of the tokens from ``start`` to ``end`` to load; counts the answer and the decision."""
@@ -211,8 +215,14 @@ class SchedulerHalf:
             parts.append(Rows(group, tuple(keys), tuple([table[row] for row in held])))
         tracked.loading, tracked.failed = parts[0].blocks if self._groups.plain else (), False
         self._guard.began(request.request_id, tokens // self._groups.unit_tokens)
-        loaded = tuple([part for part in parts if part.keys])
-        self._loads.append(Load(request.request_id, loaded, advice=Advice.of(request)))
+        self._loads.append(
+            Load(
+                request.request_id,
+                tuple([part for part in parts if part.keys]),
+                advice=Advice.of(request),
+                in_step=self._in_step,
+            )
+        )
 
     # --- each step --------------------------------------------------------------------------------------------------
 
@@ -222,16 +232,18 @@ class SchedulerHalf:
         plans: list[tuple[int, bytes]] = []
         dropped: list[int] = []
         try:
-            plans, dropped = self._saves.tell()
+            plans, dropped = self._saves.tell(self._link)
             if self._mode.now == "on" and self._session() is not None and self._settings.save != "none":
                 saves = self._to_save(output)
         except Exception:  # loads must begin whatever becomes of saves: requests wait for them
             _log.exception("no saves in this step")
         loads, self._loads = tuple(self._loads), []
+        self._step_loads = tuple([load.request for load in loads if load.in_step])
         idle = not output.total_num_scheduled_tokens
         if idle:
             self._yield()
-        self._steps.append((self._clock.monotonic_ms(), output.total_num_scheduled_tokens))
+        # A step that waits for loads says nothing about how fast it computes.
+        self._steps.append((self._clock.monotonic_ms(), 0 if self._step_loads else output.total_num_scheduled_tokens))
         offer = self._offer if len(self._saves.hosts) < self._ranks else None
         return StepWork(offer, loads, saves, tuple(plans), tuple(dropped), idle)
 
@@ -365,7 +377,10 @@ class SchedulerHalf:
         if failed_blocks:
             for each in self._requests.values():
                 each.failed = each.failed or not failed_blocks.isdisjoint(each.loading)
-        for ident in received:
+        ended, self._step_loads = self._step_loads, ()
+        if failed_blocks and ended:  # the step went on with whatever was there, and others may share it
+            self._saves.spoil()
+        for ident in (*received, *ended):
             tracked = self._requests.get(ident)
             if tracked is None:
                 continue
@@ -378,10 +393,17 @@ class SchedulerHalf:
                 self._saves.hosts[rank] = host
         self._saves.heard(self._link, report.saved, report.failed)
 
-    def ended(self, request: Any) -> None:
-        """A request is over, in whatever way."""
-        self._requests.pop(request.request_id, None)
+    def ended(self, request: Any, table: Sequence[int] = (), *, given_up: bool = False) -> set[int]:
+        """A request is over, in whatever way; ``table`` are its blocks. Those that the engine must forget.
+
+        When it is ``given_up`` in the middle of a step that loads for it, vLLM does not hear of what could not be
+        loaded, and has these blocks, and those that were computed after them, in its own cache already.
+        """
+        tracked = self._requests.pop(request.request_id, None)
         self._guard.ended(request.request_id, None)
+        if tracked is None or not given_up or request.request_id not in self._step_loads:
+            return set()
+        return {block for block in table[self._groups.blocks(0, tracked.start_tokens) :] if block != self.null_block}
 
     # --- shared -----------------------------------------------------------------------------------------------------
 

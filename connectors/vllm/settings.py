@@ -12,10 +12,11 @@ from forebay.errors import ConfigInvalid
 from forebay.ids import BlockKey
 from forebay.schema import Schema
 
-__all__ = ["Mode", "SavePolicy", "Settings"]
+__all__ = ["LoadWay", "Mode", "SavePolicy", "Settings"]
 
 Mode = Literal["on", "observe", "off"]
 SavePolicy = Literal["all", "prompt", "second_touch", "none"]
+LoadWay = Literal["async", "layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Settings:
         mode_file: a file with one of these words, which takes the place of ``mode`` while the engine runs.
         guard: load only what is expected to come faster than the engine computes it.
         prefill_tokens_per_s: how fast that is; 0 to learn it from the engine's steps.
+        load: ``async``, before the step that computes the rest, or ``layers``, while it is computed.
+        layer_groups: into how many parts, by layers, blocks are cut; part of the identity.
         save: ``all`` whole blocks, those of the ``prompt``, those that came by before (``second_touch``), or ``none``.
         save_min_tokens: nothing is saved of shorter prompts.
         probe_timeout_ms: how long a request waits at most to hear what is stored of it.
@@ -55,6 +58,8 @@ class Settings:
     mode_file: str = ""
     guard: bool = True
     prefill_tokens_per_s: int = 0
+    load: LoadWay = "async"
+    layer_groups: int = 1
     save: SavePolicy = "all"
     save_min_tokens: int = 0
     probe_timeout_ms: int = 500
@@ -78,6 +83,7 @@ class Settings:
         for name, low, high in (
             ("generation", 0, (1 << 64) - 1),
             ("max_tensor_parallel", 1, 1024),
+            ("layer_groups", 1, 1024),
             ("prefill_tokens_per_s", 0, 1 << 40),
             ("save_min_tokens", 0, 1 << 40),
             ("probe_timeout_ms", 1, 600_000),
@@ -88,7 +94,7 @@ class Settings:
             number = getattr(settings, name)
             if not low <= number <= high:
                 raise ConfigInvalid(f"{name} is {number}", field=name, limit=f"{low} to {high}")
-        for name, words in (("mode", get_args(Mode)), ("save", get_args(SavePolicy))):
+        for name, words in (("mode", get_args(Mode)), ("save", get_args(SavePolicy)), ("load", get_args(LoadWay))):
             if getattr(settings, name) not in words:
                 raise ConfigInvalid(f"{name} is {getattr(settings, name)!r}", field=name, limit=", ".join(words))
         return settings

@@ -73,27 +73,29 @@ def _cache_group(spec: Any) -> CacheGroup:
 
 def held_caches(
     config: Any, kv_cache: Any, kv_caches: Mapping[str, Any]
-) -> tuple[Sequence[Sequence[Any]], WorkerFacts]:
-    """What a worker holds: of each group the layers' tensors ``[blocks, heads, …]``; and what they are.
+) -> tuple[Sequence[Sequence[Any]], WorkerFacts, Sequence[Sequence[str]]]:
+    """What a worker holds: of each group the layers' tensors ``[blocks, heads, …]``; what they are, and their names.
 
     Raises `ConfigInvalid` for tensors of other shapes than are known.
     """
     groups = cache_groups(config, kv_cache)
     caches: list[Sequence[Any]] = []
     facts: list[GroupFacts] = []
+    named: list[Sequence[str]] = []
     for group, cache in zip(kv_cache.kv_cache_groups, groups.groups, strict=True):
         names = sorted(group.layer_names, key=extract_layer_index)
         layer = config.compilation_config.static_forward_context[names[0]]
         make = _states if cache.kind == "mamba" else _attention
         tensors, about = make(group.kv_cache_spec, kv_cache.num_blocks, {name: kv_caches[name] for name in names})
         caches.append(tensors)
+        named.append(names)
         indices = tuple([extract_layer_index(name) for name in names])
         heads, bytes_per_head, dtype, details = about
         parts = ["vllm/" + layer.get_attn_backend().get_name().lower(), *details]
         if isa := getattr(layer, "isa", ""):  # CPU attention orders the keys of a block as its instructions like them
             parts.append(isa)
         facts.append(GroupFacts(cache, indices, heads, bytes_per_head, dtype, ":".join(parts)))
-    return caches, WorkerFacts(tuple(facts), groups.hash_tokens)
+    return caches, WorkerFacts(tuple(facts), groups.hash_tokens), named
 
 
 _About = tuple[int, int, str, list[str]]

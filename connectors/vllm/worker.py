@@ -1,8 +1,8 @@
 """The half of the connector that runs beside vLLM's model: it moves blocks between the KV cache and the node.
 
-Saves are copied to host memory at the end of the step that made them whole, so that the engine may do with its blocks
-what it likes from then on; loads go into blocks that the engine keeps for a request that waits for them. All transfers
-are made by threads, and each has a deadline.
+Loads go into blocks that the engine keeps for a request that waits for them, or that the step under way computes with
+(`forebay.connectors.vllm.layers`); saves are copies (`forebay.connectors.vllm.staging`). All transfers are made by
+threads, and each has a deadline.
 """
 
 from __future__ import annotations
@@ -16,36 +16,38 @@ from typing import Any
 
 import torch
 
-from forebay.client import Client, ClientOptions, Hints, WritePlan
+from forebay.client import Client, ClientOptions, Hints
 from forebay.clock import Clock
-from forebay.connectors.vllm.blocks import BlockTensors
+from forebay.connectors.vllm.blocks import HeldGroup
 from forebay.connectors.vllm.counters import Counters
+from forebay.connectors.vllm.layers import Piece, StepLoads
 from forebay.connectors.vllm.link import Link
-from forebay.connectors.vllm.messages import Load, Rows, Save, SessionOffer, StepWork, WorkerFacts, WorkerReport
+from forebay.connectors.vllm.messages import Load, Rows, SessionOffer, StepWork, WorkerFacts, WorkerReport
 from forebay.connectors.vllm.settings import Settings
-from forebay.ranks import held_tiles, written_tiles
-from forebay.schema import Group, Schema
+from forebay.connectors.vllm.staging import Staging
+from forebay.schema import Schema
 
 __all__ = ["Received", "WorkerHalf"]
 
 _log = logging.getLogger("vllm.forebay")
 
 _LOADERS = 4
+_LAYERERS = 2
+"""Loads of a step are read by so many: one copies into the cache while the other reads, in the order of layers."""
 _PART_BYTES = 16 << 20
 """A load is made in parts of about this size, each copied into the cache while others are read."""
 _IDLE_S = 0.001
-_NOT_PLANNED = frozenset({"already_exists", "pending"})
 _LOST = {"absent": "evicted", "deadline_exceeded": "late"}
 """What a block is lost to that was there when it was looked up."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """One group as this rank holds it: its tiles, and the tensors that they are of."""
+class _Place:
+    """Where a layer belongs, and whether it is the last of its layer group."""
 
-    group: Group
-    tiles: tuple[int, ...]
-    tensors: BlockTensors
+    group: int
+    layer_group: int
+    last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,13 @@ class WorkerHalf:
         self._offer: SessionOffer | None = None
         self._link: Link | None = None
         self._by_block = True
-        self._groups: list[_Held] = []
+        self._names: Sequence[Sequence[str]] = ()
+        self._groups: list[HeldGroup] = []
+        self._places: dict[str, _Place] = {}
         self._told = (0, "")
         self._loading = ThreadPoolExecutor(_LOADERS, "forebay-load")
-        self._storing = ThreadPoolExecutor(1, "forebay-save")
+        self._layering = ThreadPoolExecutor(_LAYERERS, "forebay-layers")
+        self._step: StepLoads | None = None
         self._happened = threading.Condition()
         self._under_way: dict[str, Load] = {}
         self._cancelled: set[str] = set()
@@ -84,12 +89,14 @@ class WorkerHalf:
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._report = WorkerReport()
-        self._staged_bytes = 0
-        self._staged: dict[int, tuple[Save, Any]] = {}
+        self._staging = Staging(settings, self._ranks, counters, self._saved)
 
-    def register(self, caches: Sequence[Sequence[Any]], facts: WorkerFacts) -> None:
-        """The KV cache: of each group the tensor of each layer, in the order of ``facts``."""
+    def register(
+        self, caches: Sequence[Sequence[Any]], facts: WorkerFacts, names: Sequence[Sequence[str]] = ()
+    ) -> None:
+        """The KV cache: of each group the tensor of each layer, in the order of ``facts``, and the layers' names."""
         self._caches = caches
+        self._names = names
         self._facts = facts
         self._by_block = facts.cache_groups.plain
 
@@ -102,7 +109,8 @@ class WorkerHalf:
         """Finish what is being saved, give up loads, and end the connection."""
         with self._happened:
             self._cancelled.update(self._under_way)
-        self._storing.shutdown(wait=True)
+        self._staging.close()
+        self._layering.shutdown(wait=True, cancel_futures=True)
         self._loading.shutdown(wait=True, cancel_futures=True)
         if self._link is not None:
             self._link.close()
@@ -111,28 +119,49 @@ class WorkerHalf:
 
     def begin(self, work: StepWork) -> None:
         """Take note of the session that is offered, and start loads."""
-        if work.offer is not None and work.offer != self._offer:
-            self._join(work.offer)
+        self._take_up(work.offer)
         for number, plan in work.plans:
-            staged = self._staged.pop(number, None)
-            if staged is not None:
-                self._storing.submit(self._store, *staged, plan)
+            self._staging.planned(number, plan)
         for number in work.dropped:
-            staged = self._staged.pop(number, None)
-            if staged is not None:
-                self._done(staged[1].numel())
+            self._staging.dropped(number)
+        began_ms = self._clock.monotonic_ms()
         for load in work.loads:
-            with self._happened:
-                self._under_way[load.request] = load
-            self._loading.submit(self._load, load, self._clock.monotonic_ms())
+            if not load.in_step:
+                with self._happened:
+                    self._under_way[load.request] = load
+                self._loading.submit(self._load, load, began_ms)
+        now = [load for load in work.loads if load.in_step]
+        if now:
+            self._begin_step(now, began_ms)
+
+    def _begin_step(self, loads: Sequence[Load], began_ms: int) -> None:
+        (held,) = self._groups
+        blocks = max(1, _PART_BYTES // max(part.tensors.value_bytes for part in held.parts))
+        until_ms = began_ms + self._settings.load_timeout_ms
+        step = self._step = StepLoads(loads, len(held.parts), blocks, until_ms, self._clock)
+        hints = {load.request: load.advice.hints for load in loads}
+        for piece in step.pieces:
+            self._layering.submit(self._read_piece, step, piece, hints[piece.request])
+
+    def _take_up(self, offer: SessionOffer | None) -> None:
+        if offer is not None and offer != self._offer:
+            self._join(offer)
 
     def _join(self, offer: SessionOffer) -> None:
         settings, schema = self._settings, Schema.from_cbor(offer.schema)
         assert self._facts is not None, "vLLM registers the caches before the first step"
         self._groups = [
-            _Held(group, held_tiles(group, self._rank, self._ranks), BlockTensors(layers, group, held.heads))
+            HeldGroup(group, layers, held.heads, self._rank, self._ranks)
             for group, layers, held in zip(schema.groups, self._caches, self._facts.groups, strict=True)
         ]
+        self._places = {
+            name: _Place(number, layer_group, last=position == within[-1])
+            for number, (held, names) in enumerate(zip(self._groups, self._names, strict=False))
+            for layer_group in range(len(held.parts))
+            for within in (held.group.layer_range(layer_group),)
+            for position, name in enumerate(names)
+            if position in within
+        }
         if self._link is not None:
             self._loading.submit(self._link.close)
         self._offer = offer
@@ -141,52 +170,61 @@ class WorkerHalf:
             self._clock,
             f"forebay rank {self._rank}",
         )
+        self._staging.link = self._link
+
+    def wait_for_layer(self, name: str) -> None:
+        """A layer is about to be computed: wait until what was begun for this step is there, or too late."""
+        step, place = self._step, self._places.get(name)
+        if step is not None and place is not None:
+            step.wait(place.layer_group)
+
+    def layer_computed(self, name: str, work: StepWork) -> None:
+        """A layer has been computed: copy out what is whole with it, where saves are made by layer groups."""
+        if not work.saves:
+            return
+        self._take_up(work.offer)
+        place = self._places.get(name)
+        if place is not None and place.last and len(self._groups[place.group].parts) > 1:
+            self._staging.computed(work.saves, self._groups, place.group, place.layer_group)
 
     def end(self, work: StepWork) -> None:
         """The step has been computed: take copies of the blocks that are whole now, and store them."""
-        for save in work.saves:
-            tensors, size = self._groups[save.rows.group].tensors, 0
-            if self._writes(save):
-                size = len(save) * tensors.value_bytes
+        spoilt = False
+        if self._step is not None:
+            step, self._step = self._step, None
+            spoilt = self._end_step(step)
+        self._staging.end(work.saves, self._groups, spoilt=spoilt)
+
+    def _end_step(self, step: StepLoads) -> bool:
+        """Take note of what the step did not have; whether there was any such."""
+        (held,) = self._groups
+        missed: set[int] = set()
+        for request, (blocks, missing, reasons) in step.end().items():
+            missed.update(missing)
+            loaded = blocks - len(missing)
+            self._counters.add("loaded_blocks", loaded)
+            self._counters.add("loaded_bytes", loaded * held.value_bytes)
+            self._counters.add("load_seconds", step.seconds)
+            for reason, count in reasons.items():
+                self._counters.add("lost_blocks", count, reason)
             with self._happened:
-                fits = self._staged_bytes + size <= self._settings.staging_bytes
-                self._staged_bytes += size if fits else 0
-            if not fits:
-                self._counters.add("unstored_blocks", len(save), "no_staging")
-            if not fits or not size:
-                self._done(0, save.number, failed=not fits)
-                continue
-            try:
-                values = torch.empty((len(save), tensors.value_bytes), dtype=torch.uint8)
-                tensors.gather(save.rows.blocks, values)
-            except Exception:  # the engine must live on, and the scheduler's half must hear of the end of each save
-                _log.exception("a save failed")
-                self._counters.add("unstored_blocks", len(save), "error")
-                self._done(size, save.number, failed=True)
-                continue
-            if self._ranks == 1:
-                self._storing.submit(self._store, save, values, b"")
-            else:
-                self._staged[save.number] = save, values
-
-    def _writes(self, save: Save) -> bool:
-        """Whether it is this rank that writes what it holds of a save: of ranks that hold the same, one does."""
-        group = self._groups[save.rows.group].group
-        return bool(written_tiles(group, self._rank, self._ranks, turn=save.number))
-
-    def _done(self, staged_bytes: int, number: int | None = None, *, failed: bool = False) -> None:
+                self._report.loaded[request] = step.seconds
         with self._happened:
-            self._staged_bytes -= staged_bytes
-            if number is not None:
-                self._report.saved[number] = 1
-                if failed:
-                    self._report.failed.add(number)
+            self._failed_blocks |= missed
+        return bool(missed)
+
+    def _saved(self, number: int, failed: bool) -> None:
+        """A save has ended here."""
+        with self._happened:
+            self._report.saved[number] = 1
+            if failed:
+                self._report.failed.add(number)
 
     def received(self, ended: set[str], *, idle: bool) -> Received:
         """What has ended since the last call; ``ended`` are requests that wait no more."""
         with self._happened:
             self._cancelled.update(ended & self._under_way.keys())
-            if idle and not self._received and (self._under_way or self._staged):
+            if idle and not self._received and (self._under_way or self._staging.waiting):
                 self._happened.wait(_IDLE_S)
             received = Received(self._received, self._failed, self._failed_blocks)
             self._received, self._failed, self._failed_blocks = set(), set(), set()
@@ -247,13 +285,13 @@ class WorkerHalf:
         return set()
 
     def _parts(self, rows: Rows) -> Iterator[Rows]:
-        step = max(1, _PART_BYTES // self._groups[rows.group].tensors.value_bytes)
+        step = max(1, _PART_BYTES // self._groups[rows.group].value_bytes)
         for start in range(0, len(rows.keys), step):
             yield Rows(rows.group, rows.keys[start : start + step], rows.blocks[start : start + step])
 
     def _read_part(self, link: Link, client: Client, rows: Rows, hints: Hints | None, left_ms: int) -> set[int]:
         """Read blocks into the cache; those that could not be."""
-        held = self._groups[rows.group]
+        held = self._groups[rows.group].whole
         values = torch.empty((len(rows.keys), held.tensors.value_bytes), dtype=torch.uint8)
         named = self._settings.named(client, rows.keys, rows.group)
         buffers = list(values.numpy())
@@ -269,39 +307,37 @@ class WorkerHalf:
                 self._counters.add("lost_blocks", reason=_LOST.get(result.reason, result.reason))
         return {block for block, result in zip(rows.blocks, results, strict=True) if not result.hit}
 
-    def _store(self, save: Save, values: Any, plan: bytes) -> None:
-        failed = True
+    def _read_piece(self, step: StepLoads, piece: Piece, hints: Hints | None) -> None:
+        """Read some blocks of one layer group into the cache. Raises nothing."""
+        lost: int | None = 0
+        why = "error"
         try:
-            failed = not self._put(save, values, plan)
-        except Exception:  # the engine must live on; what is not stored is a miss later
-            _log.exception("a save failed")
-            self._counters.add("unstored_blocks", len(save), "error")
-        self._done(values.numel(), save.number, failed=failed)
+            lost, why = self._read_layers(step, piece, hints)
+        except Exception:  # the engine must live on; what is not there is computed
+            _log.exception("a load failed")
+        step.done(piece, lost, why)
 
-    def _put(self, save: Save, values: Any, plan: bytes) -> bool:
-        """Write a save, or this rank's tiles by a plan; whether nothing of it is left to be given up."""
-        link, held = self._link, self._groups[save.rows.group]
-        assert link is not None, "a session is offered before the first save"
-        client = link.wait(self._settings.save_timeout_ms)
-        if client is None:
-            self._counters.add("unstored_blocks", len(save), "unavailable")
-            return False
-        rows, deadline_ms = list(values.numpy()), self._settings.save_timeout_ms
-        if plan:
-            parts = client.put_tiles(WritePlan.from_bytes(plan), held.tiles, rows, deadline_ms=deadline_ms)
-            # What was not planned was counted by whoever planned.
-            ended = [(part.reason, part.committed, part.reason in _NOT_PLANNED) for part in parts]
-        else:
-            named = self._settings.named(client, save.rows.keys, save.rows.group)
-            describe = save.advice.describe(save.parents, held.group.block_tokens)
-            blocks = client.put(named, rows, hints=save.advice.hints, describe=describe, deadline_ms=deadline_ms)
-            ended = [(block.reason, block.stored, block.present) for block in blocks]
-            self._counters.add("present_blocks", sum(block.present and not block.stored for block in blocks))
-        link.note([reason for reason, _, _ in ended])
-        stored = sum(done for _, done, _ in ended)
-        self._counters.add("stored_blocks", stored)
-        self._counters.add("stored_bytes", stored * held.tensors.value_bytes)
-        failed = [reason for reason, done, present in ended if not (done or present)]
-        for reason in failed:
-            self._counters.add("unstored_blocks", reason=reason)
-        return not failed
+    def _read_layers(self, step: StepLoads, piece: Piece, hints: Hints | None) -> tuple[int | None, str]:
+        """The first block that is not in the cache now, and why not."""
+        part, link, useful = self._groups[piece.rows.group].parts[piece.layer_group], self._link, step.useful(piece)
+        assert link is not None, "a session is offered before the first load"
+        if not useful:
+            return None, ""  # a block before these is lost already
+        client, left_ms = link.wait(max(1, step.left_ms())), step.left_ms()
+        if client is None or left_ms <= 0:
+            return 0, "unavailable" if client is None else "late"
+        keys, blocks = piece.rows.keys[:useful], piece.rows.blocks[:useful]
+        values = torch.empty((useful, part.tensors.value_bytes), dtype=torch.uint8)
+        named = self._settings.named(client, keys, piece.rows.group)
+        buffers = list(values.numpy())
+        results = client.get_into(named, buffers, tiles=part.tiles, hints=hints, deadline_ms=left_ms)
+        link.note([result.reason for result in results])
+        whole = next((row for row, result in enumerate(results) if not result.hit), useful)
+        with step.copying() as may:
+            if not may:
+                return 0, "late"
+            if whole:
+                part.tensors.scatter(blocks[:whole], values[:whole])
+        if whole == useful:
+            return None, ""
+        return whole, _LOST.get(results[whole].reason, results[whole].reason)

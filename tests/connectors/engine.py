@@ -116,7 +116,7 @@ class Engine:
         """Wait until everything that was to be saved so far has been, or could not be."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        get_kv_transfer_group()._worker._storing.submit(lambda: None).result()
+        get_kv_transfer_group()._worker._staging.settle()
         return {}
 
     def _client(self) -> Any:

@@ -171,10 +171,10 @@ def main(url: str) -> None:
     # A copy that fails: the save has ended, and holds no memory.
     spoilt = Request("spoilt", hashes("spoilt"))
     assert one.ask(spoilt) == 0
-    one.workers[0]._groups[0].tensors.gather = None  # type: ignore[assignment,method-assign]
+    one.workers[0]._groups[0].parts[0].tensors.gather = None  # type: ignore[assignment,method-assign]
     one.step(Output({spoilt.request_id: spoilt.num_prompt_tokens}))
     seen["unstored"] = one.counts["unstored_blocks:error"]
-    seen["left over"] = [len(one.scheduler._saves._saving), one.workers[0]._staged_bytes]
+    seen["left over"] = [len(one.scheduler._saves._saving), one.workers[0]._staging.staged_bytes]
     for engine in engines.values():
         engine.close()
     print(json.dumps(seen))

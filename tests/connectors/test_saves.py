@@ -39,7 +39,7 @@ def test_a_node_that_is_left_alone_is_asked_for_no_plan() -> None:
     dropped: list[int] = []
 
     def told() -> bool:
-        plans, none = saves.tell()
+        plans, none = saves.tell(cast(Link, link))
         assert plans == []
         dropped.extend(none)
         return not saves.to_tell
