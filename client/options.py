@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from forebay.client.transports.block_device import BlockDeviceOptions
-from forebay.client.transports.options import NvmeTcpOptions
+from forebay.client.transports.options import NvmeRdmaOptions, NvmeTcpOptions
 from forebay.errors import InvalidArgument
 
 __all__ = ["TRANSPORTS", "ClientOptions", "Verify"]
@@ -41,7 +41,8 @@ class ClientOptions:
         client: free text for the node's operator: engine, version, host.
         transport: ``auto``, or the one kind of transport that reads may use: block, rdma or tcp (docs/transports.md).
             The environment's FOREBAY_TRANSPORT where nothing is said.
-        nvme_tcp: settings of the initiator.
+        nvme_tcp: settings of the initiator over TCP.
+        nvme_rdma: settings of the initiator over RDMA.
         block: settings of reads by block device.
     """
 
@@ -59,6 +60,7 @@ class ClientOptions:
     client: str = ""
     transport: str = field(default_factory=lambda: os.environ.get("FOREBAY_TRANSPORT") or "auto")
     nvme_tcp: NvmeTcpOptions = field(default_factory=NvmeTcpOptions)
+    nvme_rdma: NvmeRdmaOptions = field(default_factory=NvmeRdmaOptions)
     block: BlockDeviceOptions = field(default_factory=BlockDeviceOptions)
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from forebay.client.transports.base import (
 )
 from forebay.client.transports.block_device import BlockDeviceTransport
 from forebay.client.transports.controller import SubsystemAddress
+from forebay.client.transports.nvme_rdma import NvmeRdmaTransport, usable
 from forebay.client.transports.nvme_tcp import NvmeTcpTransport
 from forebay.clock import Clock
 from forebay.errors import (
@@ -83,6 +84,17 @@ def nvme_tcp(
     return NvmeTcpTransport(subsystem, host, nguids=nguids, options=options.nvme_tcp, clock=clock)
 
 
+def nvme_rdma(
+    subsystem: SubsystemAddress, host: HostIdentity, nguids: Mapping[int, str], options: ClientOptions, clock: Clock
+) -> Transport:
+    """The user-space initiator over RDMA."""
+    return NvmeRdmaTransport(subsystem, host, nguids=nguids, options=options.nvme_rdma, clock=clock)
+
+
+def _rdma_lacks(offer: Offer) -> str | None:
+    return _offered("rdma")(offer) or usable()
+
+
 def _by_factory(factory: TransportFactory, transport: str) -> Maker:
     def make(offer: Offer, nguids: Mapping[int, str], options: ClientOptions, clock: Clock) -> Transport:
         address = offer.address(transport)
@@ -124,6 +136,7 @@ def tcp_kind(factory: TransportFactory = nvme_tcp) -> Kind:
 
 KINDS: tuple[Kind, ...] = (
     Kind("block", lambda _offer: None, _block),
+    Kind("rdma", _rdma_lacks, _by_factory(nvme_rdma, "rdma")),
     tcp_kind(),
 )
 """All kinds, the preferred ones first. The last one's own breaker says when it is down."""
@@ -252,9 +265,8 @@ class Choice(Transport):
         for way, rows in self._by_way(ops, range(len(ops)), set(), results, write=True):
             given_ms = deadline_ms - self._clock.monotonic_ms()
             done = _transport(way).write([ops[i] for i in rows], deadline_ms)
-            for i, outcome in zip(rows, done, strict=True):
-                results[i] = outcome
-                self._judge(way, ops[i].nsid, outcome.error, given_ms)
+            results.update(zip(rows, done, strict=True))
+            self._judge(way, ops, rows, results, given_ms)
         return [results[i] for i in range(len(ops))]
 
     def serves(self, nsid: int) -> str | None:
@@ -357,35 +369,42 @@ class Choice(Transport):
                 call = transport.read_device if device else transport.read
                 given_ms = deadline_ms - self._clock.monotonic_ms()
                 outcomes = call(ops if len(mine) == len(ops) else [ops[i] for i in mine], deadline_ms)
-                for i, outcome in zip(mine, outcomes, strict=True):
-                    results[i] = outcome
-                    if self._judge(way, ops[i].nsid, outcome.error, given_ms):
-                        # It has returned, so nothing of it can write to the views any more: another may.
-                        failed.add((way.kind.name, ops[i].nsid))
-                        again.append(i)
+                results.update(zip(mine, outcomes, strict=True))
+                # The transport has returned, so nothing of it can write to the views any more: another may.
+                blamed = self._judge(way, ops, mine, results, given_ms)
+                failed.update((way.kind.name, ops[i].nsid) for i in blamed)
+                again += blamed
             rows = again if self._clock.monotonic_ms() < deadline_ms and not self._closed else ()
         return [results[i] for i in range(len(ops))]
 
     # --- what becomes of ways ---------------------------------------------------------------------------------------
 
-    def _judge(self, way: _Way, nsid: int, error: ForebayError | None, given_ms: int) -> bool:
-        """Take note of how an operation went; whether the way is to blame for its failure."""
-        if error is None:
-            if (standing := way.standing.get(nsid)) is not None and standing.strikes:
-                standing.strikes = 0
-            return False
-        late = isinstance(error, DeadlineExceeded)
-        if not late and (not isinstance(error, _BROKEN) or isinstance(error, WriteFenced)):
-            return False
+    def _judge(
+        self, way: _Way, ops: Sequence[Any], rows: Sequence[int], results: Mapping[int, Outcome], given_ms: int
+    ) -> list[int]:
+        """Take note of how operations went; which of them failed by the way's fault, before their deadline."""
+        blamed = [i for i in rows if _is_broken(results[i].error)]
+        worst: dict[int, ForebayError | None] = {}
+        for i in rows:
+            error = results[i].error
+            if isinstance(error, DeadlineExceeded) or (error is None and ops[i].nsid not in worst):
+                worst[ops[i].nsid] = error
+        worst |= {ops[i].nsid: results[i].error for i in blamed}
         with self._lock:
-            standing = way.standing.setdefault(nsid, _Standing())
-            if late:
-                standing.strikes += given_ms >= _FAIR_MS
-                if standing.strikes < _STRIKES:
-                    return False
-            if not standing.attempts and not self._closed and self._others(way):
-                self._out(way, nsid, standing, error)
-        return not late
+            for nsid, error in worst.items():
+                if error is None and nsid not in way.standing:
+                    continue
+                standing = way.standing.setdefault(nsid, _Standing())
+                if error is None:
+                    standing.strikes = 0
+                    continue
+                if isinstance(error, DeadlineExceeded):
+                    standing.strikes += given_ms >= _FAIR_MS
+                    if standing.strikes < _STRIKES and _transport(way).serves(nsid) is None:
+                        continue
+                if not standing.attempts and not self._closed and self._others(way):
+                    self._out(way, nsid, standing, error)
+        return blamed
 
     def _others(self, way: _Way) -> bool:
         """Whether there is another one to fall back to; the last one is never out."""
@@ -449,6 +468,10 @@ class Choice(Transport):
                     one.place,
                     why,
                 )
+
+
+def _is_broken(error: ForebayError | None) -> bool:
+    return isinstance(error, _BROKEN) and not isinstance(error, WriteFenced)
 
 
 def _transport(way: _Way) -> Transport:
