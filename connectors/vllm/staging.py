@@ -106,8 +106,10 @@ class Staging:
             whole = len(staged.copies) == len(staged.held.parts)
             if spoilt:
                 self._counters.add("unstored_blocks", len(save), "recomputed")
-            if spoilt or not whole:
-                self._storing.submit(self._give_up, staged)
+            if (spoilt or not whole) and self._ranks == 1 and len(staged.held.parts) > 1:
+                self._storing.submit(self._give_up, staged)  # some of it may have been written
+            elif spoilt or not whole:
+                self._finish(staged, failed=True)
             elif self._ranks > 1:
                 self._unplanned[save.number] = staged
             else:
