@@ -129,9 +129,11 @@ class FabricsTransport(Transport):
     def state(self) -> TransportState:
         with self._changed:
             left_ms = max(0, self._not_before_ms - self._clock.monotonic_ms()) if self._failures else 0
+            # One whose keep-alive failed is only replaced by who needs it next.
+            standing = self._association is not None and self._association.controller.alive
             return TransportState(
-                connected=self._association is not None,
-                connections=len(self._association.open) if self._association else 0,
+                connected=standing,
+                connections=len(self._association.open) if self._association and standing else 0,
                 reconnects=max(0, self._associations - 1),
                 failures=self._failures,
                 breaker_open=left_ms > 0,

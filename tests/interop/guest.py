@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -124,6 +125,14 @@ class Guest:
             return (self.share / "run.log").read_text(errors="replace")
         except FileNotFoundError:
             return self._console.read_text(errors="replace")[-4000:]
+
+    def pause(self) -> None:
+        """Nothing of it runs; what was sent to it waits."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """It goes on."""
+        self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """Switch it off, if it is not yet."""
