@@ -17,11 +17,12 @@ __all__ = ["BenchNode", "scratch", "start_node"]
 
 @dataclass(frozen=True, slots=True)
 class BenchNode:
-    """A node that serves. ``servers`` are the pids of daemon and target."""
+    """A node that serves. ``servers`` are the pids of daemon and target, ``data`` is where all it keeps lies."""
 
     url: str
     token: str
     servers: tuple[int, ...]
+    data: Path
 
 
 @contextmanager
@@ -42,6 +43,6 @@ def start_node(parent: Path, capacity_bytes: int) -> Iterator[BenchNode]:
         try:
             node.start()
             about = json.loads((node.data / "node.json").read_text())
-            yield BenchNode(node.url, node.token, (about["pid"], about["target"]["pid"]))
+            yield BenchNode(node.url, node.token, (about["pid"], about["target"]["pid"]), node.data)
         finally:
             node.stop()

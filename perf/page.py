@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,24 @@ _SIGNS = {"at least": "≥", "at most": "≤"}
 _MET = {True: "yes", False: "**no**", None: ""}
 
 _Row = Mapping[str, Any]
+
+_BESIDE = {
+    "parameters": "{:,} parameters",
+    "prompt_tokens": "prompts of {:,} tokens",
+    "prompts_at_once": "{} at once",
+    "engine_cpu_ms": "engine's CPU {:g} ms",
+    "baseline_engine_cpu_ms": "theirs {:g} ms",
+    "requests": "{:,} requests",
+    "trace": "of {}",
+    "speed": "{:.3g} times as fast",
+    "bytes_scale": "1 in {:.3g} of the bytes",
+    "ceiling_share": "{:.1%} of tokens could be reused",
+    "loaded_share": "{:.1%} were loaded",
+    "local_share": "{:.1%} were in the engine's cache",
+    "load_gb_per_s_as_profile": "storage as one of {:.3g} GB/s",
+    "break_even_gb_per_s": "break-even {:.3g} GB/s",
+}
+"""What stands beside a figure, where a row has it."""
 
 
 def tables(rows: Sequence[_Row]) -> str:
@@ -49,16 +68,16 @@ def _summary(rows: Sequence[_Row]) -> str:
 
 
 def _table(rows: Sequence[_Row]) -> Iterator[str]:
-    compared = rows[0]["baseline"] is not None
-    if compared:
-        yield "| row | ours, GB/s | theirs | ratio [95 %] | aim | met | CPU s/GB ours | theirs | ratio | aim | met |"
-        yield "|---|---|---|---|---|---|---|---|---|---|---|"
-    else:
-        yield "| row | measured [95 %] | aim | met | beside |"
-        yield "|---|---|---|---|---|"
+    kind = next(kind for kind in _KINDS if kind.shown(rows[0]))
+    head = kind.head(rows[0])
+    yield _line(head)
+    yield "|---" * len(head) + "|"
     for row in rows:
-        cells = _compared(row) if compared else _alone(row)
-        yield "| " + " | ".join(cells) + " |"
+        yield _line(kind.cells(row))
+    for source in dict.fromkeys(row["source"] for row in rows if "source" in row):
+        of = dict.fromkeys(row["profile"] for row in rows if row.get("source") == source)
+        yield ""
+        yield f"Figures of {'; '.join(of)}: {source}."
     flushes = [row["fdatasync_ms"] for row in rows if "fdatasync_ms" in row]
     if flushes:
         yield ""
@@ -67,6 +86,10 @@ def _table(rows: Sequence[_Row]) -> Iterator[str]:
             for row in rows
             if "fdatasync_ms" in row
         )
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def _compared(row: _Row) -> Iterator[str]:
@@ -88,9 +111,35 @@ def _alone(row: _Row) -> Iterator[str]:
     yield ", ".join(_beside(row))
 
 
+def _latencies(row: _Row) -> Iterator[str]:
+    yield f"`{row['name']}`"
+    for side in ("ours", "baseline"):
+        yield _number(row[side]["median"])
+    yield _interval(row["added_ms"])
+    yield _interval(row["ratio"])
+    yield f"{_number(row['latency_ms']['p99'])}, {_number(row['baseline_latency_ms']['p99'])}"
+    yield ", ".join(_beside(row))
+
+
+def _break_even(row: _Row) -> Iterator[str]:
+    yield row["profile"]
+    yield f"{row['prefix_tokens']:,}"
+    yield f"{row['prefix_tokens'] * row['kv_bytes_per_token'] / 1e9:.2f}"
+    yield _seconds(row["recompute_s"])
+    yield "never" if row["break_even_gb_per_s"] is None else _number(row["break_even_gb_per_s"])
+    for load_s in row["load_s_at_gb_per_s"].values():
+        faster = load_s < row["recompute_s"]
+        yield f"**{_seconds(load_s)}**" if faster else _seconds(load_s)
+
+
 def _beside(row: _Row) -> Iterator[str]:
-    for name in ("latency_ms", "cpu_ms"):
+    for name, what in _BESIDE.items():
         if name in row:
+            yield what.format(row[name])
+    if "decisions" in row:
+        yield "decided " + ", ".join(f"{count} {reason}" for reason, count in row["decisions"].items())
+    for name in ("latency_ms", "cpu_ms"):
+        if name in row and "added_ms" not in row:
             yield f"{name.removesuffix('_ms')} p50 {row[name]['p50']:g} ms, p99 {row[name]['p99']:g} ms"
     if row.get("changes"):
         yield f"{row['changes']:,} changes"
@@ -112,6 +161,45 @@ def _interval(found: Mapping[str, float]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.2f}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A form of table: which rows it is for, by one of them, its head, and a row's cells."""
+
+    shown: Callable[[_Row], bool]
+    head: Callable[[_Row], Sequence[str]]
+    cells: Callable[[_Row], Iterator[str]]
+
+
+_KINDS = (
+    _Kind(
+        lambda row: "load_s_at_gb_per_s" in row,
+        lambda row: (
+            *("model and GPUs", "prefix, tokens", "KV, GB", "to compute, s", "loading wins from, GB/s"),
+            *(f"to load at {rate} GB/s, s" for rate in row["load_s_at_gb_per_s"]),
+        ),
+        _break_even,
+    ),
+    _Kind(
+        lambda row: "added_ms" in row,
+        lambda row: ("row", "ours, ms", "theirs", "added, ms [95 %]", "ratio [95 %]", "p99: ours, theirs", "beside"),
+        _latencies,
+    ),
+    _Kind(
+        lambda row: row["baseline"] is not None,
+        lambda row: (
+            *("row", "ours, GB/s", "theirs", "ratio [95 %]", "aim", "met"),
+            *("CPU s/GB ours", "theirs", "ratio", "aim", "met"),
+        ),
+        _compared,
+    ),
+    _Kind(lambda row: True, lambda row: ("row", "measured [95 %]", "aim", "met", "beside"), _alone),
+)
 
 
 def latest(lines: Sequence[str]) -> list[_Row]:

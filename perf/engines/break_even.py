@@ -49,6 +49,7 @@ def _row(profile: GpuProfile, tokens: int) -> Row:
             "recompute_s": _rounded(profile.prefill_s(tokens)),
             "load_s_at_gb_per_s": loads,
             "latency_s": _LATENCY_S,
+            "break_even_gb_per_s": None if rate is None else float(f"{gb_per_s:.4g}"),
             "file_system": "none",
         },
     )

@@ -64,11 +64,12 @@ class MeasuredEngine(Engine):
         }
 
     def settle(self) -> dict[str, Any]:
-        """Wait for saves; an engine without Forebay's connector has none, or another way of making them."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-        if has_kv_transfer_group() and hasattr(get_kv_transfer_group(), "_worker"):
+        """Wait for what is to be saved, by whatever connector there is."""
+        connector = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
+        if hasattr(connector, "_worker"):
             return super().settle()
+        while connector is not None and connector.has_pending_push_work():
+            self.llm.llm_engine.step()
         return {}
 
     def forget(self) -> dict[str, Any]:

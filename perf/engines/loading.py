@@ -20,7 +20,8 @@ from forebay.client import ClientOptions
 from forebay.clock import SystemClock
 from forebay.connectors.keys import STABLE_HASH, tiled
 from forebay.connectors.vllm.counters import Counters
-from forebay.connectors.vllm.messages import Load, Save, SessionOffer, StepWork, WorkerFacts
+from forebay.connectors.vllm.groups import CacheGroup
+from forebay.connectors.vllm.messages import GroupFacts, Load, Rows, Save, SessionOffer, StepWork, WorkerFacts
 from forebay.connectors.vllm.settings import Settings
 from forebay.connectors.vllm.worker import WorkerHalf
 from forebay.measure.samples import Side, interleave
@@ -56,14 +57,14 @@ class Loading:
         self.cache = torch.ones((LAYERS, rows, HEADS, TOKENS, CONTENT), dtype=torch.bfloat16)
         random = torch.randint(0, 1 << 15, self.cache[:, :STORED].shape, generator=generator, dtype=torch.int16)
         self.cache[:, :STORED] = random.view(torch.bfloat16)
-        facts = WorkerFacts(tuple(range(LAYERS)), HEADS, TOKENS, CONTENT * 2, "bfloat16", "perf")
-        self._worker.register(list(self.cache), facts)
+        held = GroupFacts(CacheGroup("full", TOKENS), tuple(range(LAYERS)), HEADS, CONTENT * 2, "bfloat16", "perf")
+        self._worker.register([list(self.cache)], WorkerFacts((held,), TOKENS))
         self._keys = [hashlib.sha256(b"%d" % row).digest() for row in range(STORED)]
         self._number = 0
 
     def store(self) -> None:
         """Save the first blocks, as after a step."""
-        work = StepWork(self._offer, saves=(Save(1, tuple(self._keys), tuple(range(STORED))),))
+        work = StepWork(self._offer, saves=(Save(1, Rows(0, tuple(self._keys), tuple(range(STORED)))),))
         self._worker.begin(work)
         self._worker.end(work)
         stored = 0.0
@@ -81,15 +82,15 @@ class Loading:
             rows = range(place * self.request_blocks, (place + 1) * self.request_blocks)
             self._number += 1
             keys = tuple(self._keys[row % STORED] for row in rows)
-            loads.append(Load(str(self._number), keys, tuple(STORED + row for row in rows)))
+            loads.append(Load(str(self._number), (Rows(0, keys, tuple(STORED + row for row in rows)),)))
         self._worker.begin(StepWork(self._offer, tuple(loads)))
         received: set[str] = set()
         until = time.monotonic() + _WAIT_S
         while len(received) < requests:
-            ended, failed = self._worker.received(set(), idle=True)
-            received |= ended
-            if failed or time.monotonic() > until:
-                raise RuntimeError(f"not loaded: {failed or 'in time'}, {self.counters.take()}")
+            ended = self._worker.received(set(), idle=True)
+            received |= ended.requests
+            if ended.failed or ended.failed_blocks or time.monotonic() > until:
+                raise RuntimeError(f"not loaded: {ended}, {self.counters.take()}")
         return requests * self.request_blocks * BLOCK_BYTES
 
     def proved(self, requests: int) -> None:

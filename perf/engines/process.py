@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,8 @@ class EngineProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_S)  # its last words come after it has closed its answers
             raise Wrong(f"the engine has ended:\n{self._log.read_text(errors='replace')[-4000:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer

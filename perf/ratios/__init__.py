@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from perf.engines import added, break_even, delivered, first_token, replay
+from perf.engines import added, break_even, delivered, first_token, replay, tiers
 from perf.harness import Row
 from perf.ratios import (
     calls,
@@ -46,6 +46,7 @@ BENCHMARKS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "kill": kill.run,
     "vllm_added": added.run,
     "vllm_delivered": delivered.run,
+    "vllm_tiers": tiers.run,
     "vllm_first_token": first_token.run,
     "break_even": break_even.run,
     "replay": replay.run,
