@@ -14,6 +14,8 @@ from forebay.schema import Group
 
 __all__ = ["BlockTensors", "HeldGroup", "Part"]
 
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
 
 class BlockTensors:
     """The caches of some of a worker's layers of one group, one tensor a layer, each ``[blocks, heads, …, content]``.
@@ -25,14 +27,18 @@ class BlockTensors:
 
     def __init__(self, layers: Sequence[Any], group: Group, heads: int) -> None:
         """``layers`` are in the order of the group's; ``heads`` are here of its KV heads, whole head groups."""
-        self._caches = [cache.view(torch.uint8) for cache in layers]
+        caches = [cache.view(torch.uint8) for cache in layers]
+        # Rows are picked element by element: eight bytes at a time takes a fifth of the CPU that single ones do.
+        size = next(size for size in _WORDS if all(_made_of(cache, size) for cache in caches))
+        self._word = _WORDS[size]
+        self._caches = [cache.view(self._word) for cache in caches]
         self._head_groups = heads * group.head_groups // group.kv_heads if group.kv_heads else 1
         self._spans: list[slice] = []
         at = 0
         for cache in self._caches:
             self._spans.append(slice(at, at + math.prod(cache.shape[1:]) // self._head_groups))
             at = self._spans[-1].stop
-        self.value_bytes = self._head_groups * at
+        self.value_bytes = self._head_groups * at * size
         """Of one block here."""
 
     def gather(self, blocks: Sequence[int], values: Any) -> None:
@@ -49,11 +55,16 @@ class BlockTensors:
                 torch.accelerator.current_stream(cache.device).synchronize()
 
     def _each(self, blocks: Sequence[int], values: Any) -> Iterator[tuple[Any, Any, Any]]:
-        """Each layer: its cache, which of its rows, and its part of ``values``, ``[blocks, head groups, bytes]``."""
+        """Each layer: its cache, which of its rows, and its part of ``values``, ``[blocks, head groups, words]``."""
         rows = torch.tensor(list(blocks), dtype=torch.int64, device=self._caches[0].device)
-        by_head_group = values.view(len(blocks), self._head_groups, -1)
+        by_head_group = values.view(self._word).view(len(blocks), self._head_groups, -1)
         for cache, span in zip(self._caches, self._spans, strict=True):
             yield cache, rows, by_head_group[:, :, span]
+
+
+def _made_of(cache: Any, size: int) -> bool:
+    """Whether a tensor of bytes can be seen as one of words of so many."""
+    return not any(number % size for number in (cache.shape[-1], cache.storage_offset(), *cache.stride()[:-1]))
 
 
 @dataclass(frozen=True, slots=True)
