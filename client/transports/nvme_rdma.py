@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
-from forebay.client.transports.base import Capabilities, ReadOp, WriteOp
+from forebay.client.device_checksum import device_crc32c
+from forebay.client.transports.base import Capabilities, DeviceReadOp, Outcome, ReadOp, WriteOp, op_bytes
 from forebay.client.transports.controller import Controller, SubsystemAddress
 from forebay.client.transports.fabrics import FabricsTransport
 from forebay.client.transports.nvme_rdma_device import Device, Registration, usable
+from forebay.client.transports.nvme_rdma_gpu import Checksum, DeviceStaging, GpuMemory, seal, without_seeds
 from forebay.client.transports.nvme_rdma_link import Link
 from forebay.client.transports.nvme_rdma_plan import plan_direct
 from forebay.client.transports.nvme_rdma_queue import RdmaQueue
@@ -32,8 +35,6 @@ _ADMIN_STAGING_BYTES = 64 << 10
 class NvmeRdmaTransport(FabricsTransport):
     """NVMe/RDMA to one subsystem as one host: see `FabricsTransport`."""
 
-    capabilities = Capabilities(name="nvme-rdma")
-
     def __init__(
         self,
         subsystem: SubsystemAddress,
@@ -45,7 +46,9 @@ class NvmeRdmaTransport(FabricsTransport):
         seed: int | None = None,
     ) -> None:
         self._rdma = options or NvmeRdmaOptions()
+        self.capabilities = Capabilities(name="nvme-rdma", device_memory=self._rdma.device_memory)
         super().__init__(subsystem, host, nguids=nguids, options=self._rdma, clock=clock, seed=seed)
+        self._device_checksum: Checksum = device_crc32c
         self._devices: dict[str, Device] = {}
         self._devices_lock = threading.Lock()
         self._device: Device | None = None  # of the association that stands, or stood last
@@ -61,6 +64,14 @@ class NvmeRdmaTransport(FabricsTransport):
         device = self._device
         assert device is not None, "an association has a device"
         return device.register(view)
+
+    def read_device(self, ops: Sequence[DeviceReadOp], deadline_ms: int) -> list[Outcome]:
+        if not self.capabilities.device_memory:
+            return super().read_device(ops, deadline_ms)
+        sizes = [op_bytes(op, writable=True) for op in ops]
+        # Whatever lies between here and the queue only passes views on.
+        outcomes = self._run(cast("list[ReadOp]", without_seeds(ops)), sizes, deadline_ms)
+        return seal(ops, outcomes, self._device_checksum)
 
     def close(self) -> None:
         super().close()
@@ -91,13 +102,16 @@ class NvmeRdmaTransport(FabricsTransport):
             clock=self._clock,
         )
         self._device = link.device
-        return RdmaQueue(link, self._clock, link.device.find)
+        return RdmaQueue(link, self._clock, link.device.find, lambda like: self._gpu_memory(link, like))
+
+    def _gpu_memory(self, link: Link, like: Any) -> DeviceStaging:
+        return GpuMemory(link.device, like, len(link.staging.view))
 
     def _plan(
         self, ops: Sequence[ReadOp | WriteOp], which: Sequence[int], sizes: Sequence[int], max_bytes: int
     ) -> list[Request]:
         device = self._device
-        if device is None or not device.has_registrations:
+        if device is None or not device.has_registrations or isinstance(ops[0], DeviceReadOp):
             return plan(ops, which, sizes, max_bytes)
         return plan_direct(ops, which, sizes, max_bytes, find=device.find, direct_bytes=self._rdma.direct_bytes)
 

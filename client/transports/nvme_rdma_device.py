@@ -13,7 +13,7 @@ import numpy as np
 from forebay.client.transports.nvme_rdma_cm import library
 from forebay.errors import InvalidArgument, Unavailable
 
-__all__ = ["Device", "Key", "Memory", "Registration", "address_of", "usable", "verbs"]
+__all__ = ["Device", "Key", "Memory", "Registration", "access_flags", "address_of", "usable", "verbs"]
 
 _ACTIVE = 4
 """IBV_PORT_ACTIVE."""
@@ -52,6 +52,12 @@ def usable() -> str | None:
         else:
             reason = f"no port of {device.name} is up"
     return reason
+
+
+def access_flags(*, remote: bool) -> int:
+    """Who may do what with registered memory: the device, and with ``remote`` the peer."""
+    flags = verbs().AccessFlags
+    return int(flags.LOCAL_WRITE | (flags.REMOTE_WRITE | flags.REMOTE_READ if remote else 0))
 
 
 def address_of(view: memoryview) -> int:
@@ -129,10 +135,8 @@ class Device:
 
     def region(self, address: int, length_bytes: int, *, remote: bool) -> Any:
         """Register memory. Raises `Unavailable`."""
-        flags = verbs().AccessFlags
-        access = flags.LOCAL_WRITE | (flags.REMOTE_WRITE | flags.REMOTE_READ if remote else 0)
         try:
-            return self.domain.reg_mr(address, length_bytes, int(access))
+            return self.domain.reg_mr(address, length_bytes, access_flags(remote=remote))
         except OSError as e:
             raise Unavailable(
                 f"registering {length_bytes} bytes with {self.name}: {e}; locked memory may be limited (ulimit -l)"

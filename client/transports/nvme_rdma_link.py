@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from forebay.client.transports.nvme_rdma_cm import CmConnection
 from forebay.client.transports.nvme_rdma_device import Device, Memory, verbs
@@ -23,7 +23,7 @@ from forebay.errors import ConnectionLost, ForebayError, ProtocolError
 from forebay.nvmerdma import CmAccept, CmRequest
 from forebay.nvmetcp import spec
 
-__all__ = ["Data", "Link", "Response", "Sent"]
+__all__ = ["Closable", "Data", "Link", "Response", "Sent"]
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +80,13 @@ class Response(NamedTuple):
     length_bytes: int
 
 
+class Closable(Protocol):
+    """A resource of the device."""
+
+    def close(self) -> None:
+        """Give it back. Raises `OSError`."""
+
+
 class Link:
     """A connected queue pair with ``entries`` slots for command capsules, and memory of its own for their data.
 
@@ -134,6 +141,10 @@ class Link:
     def _keep(self, opened: Any) -> Any:
         self._opened.append(opened)
         return opened
+
+    def keep(self, memory: Closable) -> None:
+        """Take over memory that the target may write to: it is closed with the link, after the queue pair."""
+        self._keep(memory)
 
     @classmethod
     def dial(

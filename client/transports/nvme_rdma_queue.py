@@ -9,11 +9,14 @@ from __future__ import annotations
 import select
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from forebay.checksum import crc32c
+from forebay.client.device import DeviceView
+from forebay.client.transports.base import DeviceSegment
 from forebay.client.transports.nvme_rdma_device import Key
-from forebay.client.transports.nvme_rdma_link import Data, Response, Sent
+from forebay.client.transports.nvme_rdma_gpu import DeviceStaging
+from forebay.client.transports.nvme_rdma_link import Closable, Data, Response, Sent
 from forebay.client.transports.nvme_rdma_plan import span
 from forebay.client.transports.nvme_rdma_staging import Room
 from forebay.client.transports.queues import IoQueue
@@ -58,16 +61,28 @@ class Wire(Protocol):
     def receive(self, limit: int) -> list[Sent | Response]: ...
     def linger(self) -> None: ...
     def quiet(self) -> bool: ...
+    def keep(self, memory: Closable) -> None: ...
     def cut(self) -> None: ...
     def close(self) -> None: ...
 
 
+class _DeviceRoom(NamedTuple):
+    """Staging memory on a device, and what of it is free."""
+
+    memory: DeviceStaging
+    room: Room
+
+
 class _Place(NamedTuple):
-    """Where the bytes of a command lie; ``offset`` is that of staging memory, None for the caller's own."""
+    """Where the bytes of a command lie: at ``offset`` of a staging memory, or in the caller's own (None).
+
+    ``device`` is the staging memory if it is a device's, and not the host's.
+    """
 
     address: int
     key: Key
     offset: int | None
+    device: _DeviceRoom | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -81,14 +96,25 @@ class _Command:
 
 
 class RdmaQueue(IoQueue):
-    """A queue over a connected link, which it owns. ``find`` names the key of registered memory, see `Device.find`."""
+    """A queue over a connected link, which it owns. ``find`` names the key of registered memory, see `Device.find`.
 
-    def __init__(self, link: Wire, clock: Clock, find: Callable[[int, int], Key | None]) -> None:
+    ``on_device`` makes as much staging memory as the link has, on the device that a tensor is on.
+    """
+
+    def __init__(
+        self,
+        link: Wire,
+        clock: Clock,
+        find: Callable[[int, int], Key | None],
+        on_device: Callable[[Any], DeviceStaging],
+    ) -> None:
         self._link = link
         self._staging = link.staging
         self._room = Room(len(link.staging.view))
         self._clock = clock
         self._find = find
+        self._on_device = on_device
+        self._device_rooms: dict[str, _DeviceRoom] = {}
         self._open: dict[int, _Command] = {}
         self._free = [0]
         self.fd = link.fd
@@ -157,11 +183,28 @@ class RdmaQueue(IoQueue):
         return self._link.wants_to_send
 
     def takes(self, request: Request) -> bool:
-        return bool(self._free) and self._room.fits(request.length_bytes)
+        device = self._device_of(request)
+        room = self._room if device is None else device.room
+        return bool(self._free) and room.fits(request.length_bytes)
+
+    def _device_of(self, request: Request) -> _DeviceRoom | None:
+        """Staging memory on the device that a read is for, made when first needed; None for the host."""
+        views: list[Any] = [view for view, _, _ in request.segments]
+        tensor = next((view.tensor for view in views if isinstance(view, DeviceView)), None)
+        if tensor is None:
+            return None
+        name = str(tensor.device)
+        found = self._device_rooms.get(name)
+        if found is None:
+            memory = self._on_device(tensor)
+            self._link.keep(memory)
+            found = self._device_rooms[name] = _DeviceRoom(memory, Room(len(self._staging.view)))
+        return found
 
     def submit(self, request: Request) -> None:
         cid = self._free.pop()
-        place = self._direct(request) or self._stage(request.length_bytes)
+        device = self._device_of(request)
+        place = (None if device else self._direct(request)) or self._stage(request.length_bytes, device)
         slba, blocks = request.offset_bytes // LBA_BYTES, request.length_bytes // LBA_BYTES
         if request.write:
             request.seal()
@@ -184,10 +227,11 @@ class RdmaQueue(IoQueue):
         key = self._find(*memory) if memory is not None else None
         return _Place(memory.address, key, None) if memory is not None and key is not None else None
 
-    def _stage(self, length_bytes: int) -> _Place:
-        offset = self._room.take(length_bytes)
+    def _stage(self, length_bytes: int, device: _DeviceRoom | None = None) -> _Place:
+        memory, room = (self._staging, self._room) if device is None else device
+        offset = room.take(length_bytes)
         assert offset is not None, "a command was submitted that the queue does not take"
-        return _Place(self._staging.address + offset, self._staging.key, offset)
+        return _Place(memory.address + offset, memory.key, offset, device)
 
     def _gather(self, request: Request, offset: int) -> None:
         view = self._staging.view
@@ -249,12 +293,16 @@ class RdmaQueue(IoQueue):
         elif not request.write and request.segments and place is not None:
             if place.offset is None:
                 request.seal()
+            elif place.device is not None:
+                place.device.memory.scatter(cast("list[DeviceSegment]", request.segments), place.offset)
+                request.checksums = [None] * len(request.segments)
             else:
                 self._scatter(request, place.offset)
         request.quiesced = True
         self.bytes_in_flight -= request.length_bytes
         if place is not None and place.offset is not None:
-            self._room.give(place.offset, request.length_bytes)
+            room = self._room if place.device is None else place.device.room
+            room.give(place.offset, request.length_bytes)
         self._free.append(cid)
 
     # --- between holders --------------------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ class NvmeRdmaOptions(FabricsOptions):
     ``staging_bytes``: registered memory of each queue, by way of which everything goes that is not in registered
     memory of the caller. ``direct_bytes``: shorter runs of registered memory go by way of it, too, since each run is a
     command. ``source``: own address to come from, which selects the device; None leaves it to the routes.
+    ``device_memory``: the RDMA device reaches the memory of GPUs (GPUDirect RDMA), and reads into it go there straight.
     """
 
     SECTION: ClassVar[str] = "nvme_rdma"
@@ -92,6 +93,7 @@ class NvmeRdmaOptions(FabricsOptions):
     staging_bytes: int = 8 << 20
     direct_bytes: int = 64 << 10
     source: str | None = None
+    device_memory: bool = False
 
     def __post_init__(self) -> None:
         FabricsOptions.__post_init__(self)

@@ -6,15 +6,20 @@ It takes the place of `Link`, so that everything above runs where there is no de
 import ctypes
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 from uuid import uuid4
 
+import numpy as np
+
+from forebay.checksum import crc32c
+from forebay.client.transports.base import DeviceSegment
 from forebay.client.transports.controller import Controller, SubsystemAddress
 from forebay.client.transports.nvme_rdma import NvmeRdmaTransport
 from forebay.client.transports.nvme_rdma_device import Key, address_of
-from forebay.client.transports.nvme_rdma_link import Data, Response, Sent
+from forebay.client.transports.nvme_rdma_link import Closable, Data, Response, Sent
 from forebay.client.transports.nvme_rdma_queue import RdmaQueue
 from forebay.client.transports.options import NvmeRdmaOptions
 from forebay.errors import ConnectionLost
@@ -44,6 +49,46 @@ class Memory:
         self.key = Key(int.from_bytes(os.urandom(4), "little"), int.from_bytes(os.urandom(4), "little"))
 
 
+class StandInTensor:
+    """Stands in for a tensor on a GPU: host memory, of which no buffer protocol knows."""
+
+    def __init__(self, array: "np.ndarray[Any, np.dtype[np.uint8]]", device: str = "stand-in:0") -> None:
+        self.array = array
+        self.device = device
+        self.shape = array.shape
+
+    def __getitem__(self, part: slice) -> "StandInTensor":
+        return StandInTensor(self.array[part], self.device)
+
+    def copy_(self, other: "StandInTensor") -> None:
+        self.array[:] = other.array
+
+
+class StandInGpu:
+    """Stands in for `GpuMemory`."""
+
+    def __init__(self, length_bytes: int) -> None:
+        self.memory = np.zeros(length_bytes, np.uint8)
+        self.address = int(self.memory.__array_interface__["data"][0])
+        self.key = Key(1, int.from_bytes(os.urandom(4), "little"))
+        self.closed = False
+
+    def scatter(self, segments: Sequence[DeviceSegment], offset: int) -> None:
+        staged = StandInTensor(self.memory)
+        for view, length_bytes, _ in segments:
+            if view is not None:
+                view.tensor.copy_(staged[offset : offset + length_bytes])
+            offset += length_bytes
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def stand_in_checksums(tensors: Sequence[StandInTensor], seeds: Sequence[int]) -> list[int]:
+    """Stands in for the computation on the device."""
+    return [crc32c(tensor.array.tobytes(), seed) for tensor, seed in zip(tensors, seeds, strict=True)]
+
+
 class Wire:
     """One queue of the peer, with the interface of `Link`."""
 
@@ -58,6 +103,7 @@ class Wire:
         self.closed = False
         self.commands: list[Command] = []
         self.held: list[Command] = []
+        self.kept: list[Closable] = []
         self._lock = threading.Lock()
 
     # --- as a host sees it ------------------------------------------------------------------------------------------
@@ -101,12 +147,17 @@ class Wire:
     def quiet(self) -> bool:
         return not self.events and self.broken is None
 
+    def keep(self, memory: Closable) -> None:
+        self.kept.append(memory)
+
     def cut(self) -> None:
         self.break_off("it was cut")
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
+            for memory in self.kept:
+                memory.close()
             self.peer.closed.append(self)
             os.close(self.fd)
 
@@ -211,6 +262,7 @@ class Peer:
         self.wires: list[Wire] = []
         self.closed: list[Wire] = []
         self.registered: list[tuple[int, int, Key]] = []
+        self.gpus: list[StandInGpu] = []
         self.refuses = False
 
     def find(self, address: int, length_bytes: int) -> Key | None:
@@ -221,6 +273,13 @@ class Peer:
     @property
     def has_registrations(self) -> bool:
         return bool(self.registered)
+
+    def gpu(self, length_bytes: int) -> "StandInGpu":
+        """Staging memory on a device, which the peer reaches."""
+        memory = StandInGpu(length_bytes)
+        self.registered.append((memory.address, length_bytes, memory.key))
+        self.gpus.append(memory)
+        return memory
 
     def register(self, buffer: bytearray) -> None:
         view = memoryview(buffer)
@@ -236,6 +295,7 @@ class Transport(NvmeRdmaTransport):
         host = HostIdentity(f"nqn.2014-08.org.nvmexpress:uuid:{identity}", identity)
         super().__init__(SubsystemAddress("peer", 4420, nqn), host, options=settings)
         self.peer = peer
+        self._device_checksum = stand_in_checksums
 
     def _dial(self, queue_id: int, entries: int, controller_id: int, deadline_ms: int) -> RdmaQueue:
         if self.peer.refuses:
@@ -243,7 +303,7 @@ class Transport(NvmeRdmaTransport):
         wire = Wire(self.peer, queue_id, self._rdma.staging_bytes if queue_id else 64 << 10)
         self.peer.wires.append(wire)
         self._device = self.peer  # type: ignore[assignment]
-        return RdmaQueue(wire, self._clock, self.peer.find)
+        return RdmaQueue(wire, self._clock, self.peer.find, lambda like: self.peer.gpu(self._rdma.staging_bytes))
 
     @property
     def controller(self) -> Controller:

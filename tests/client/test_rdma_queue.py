@@ -5,10 +5,12 @@ import select
 import threading
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
 from forebay.checksum import crc32c
-from forebay.client.transports.base import Outcome, ReadOp, Segment, Transport, WriteOp
+from forebay.client.device import DeviceView
+from forebay.client.transports.base import DeviceReadOp, DeviceSegment, Outcome, ReadOp, Segment, Transport, WriteOp
 from forebay.client.transports.nvme_rdma_link import Response, Sent
 from forebay.client.transports.nvme_rdma_queue import RdmaQueue
 from forebay.client.transports.requests import Request
@@ -17,6 +19,7 @@ from forebay.errors import (
     ConnectionLost,
     DeadlineExceeded,
     ForebayError,
+    InvalidArgument,
     ProtocolError,
     TargetFailed,
     TargetRefused,
@@ -29,7 +32,7 @@ from forebay.nvmetcp.spec import IoOpcode, Status
 from forebay.testing.transport_suite import Area, TransportSuite
 from tests.client import rdma_peer
 from tests.client.conftest import eventually, now_ms
-from tests.client.rdma_peer import IN_CAPSULE_BYTES, Peer, Wire
+from tests.client.rdma_peer import IN_CAPSULE_BYTES, Peer, StandInTensor, Wire
 
 SIZE = 256 << 10
 LONG_MS = 20_000
@@ -204,7 +207,7 @@ def test_a_status_concerns_its_command_alone(
 def test_who_stops_half_way_comes_back(peer: Peer) -> None:
     """A device tells of a completion once: what was left there would be waited for in vain."""
     wire = Wire(peer, 1, 1 << 20)
-    queue = RdmaQueue(wire, SystemClock(), peer.find)
+    queue = RdmaQueue(wire, SystemClock(), peer.find, lambda like: peer.gpu(1 << 20))
     queue.set_depth(8)
     poller = select.poll()
     poller.register(queue.fd, select.POLLIN)
@@ -316,3 +319,56 @@ def test_closing_waits_for_no_command(peer: Peer, transport: rdma_peer.Transport
     reading.join(30)
     assert isinstance(outcomes[0].error, Unavailable)
     assert into == b"\xaa" * SIZE
+
+
+def device_read(one: Transport, into: StandInTensor, *lengths: int, left_ms: int = LONG_MS) -> Outcome:
+    segments, at = [], 0
+    for length in lengths:
+        segments.append(DeviceSegment(DeviceView(into[at : at + length]), length, 5))
+        at += length
+        if length % LBA_BYTES:
+            segments.append(DeviceSegment(None, LBA_BYTES - length % LBA_BYTES))
+    return one.read_device([DeviceReadOp(1, 0, tuple(segments))], now_ms() + left_ms)[0]
+
+
+def test_reads_into_a_device_go_by_staging_memory_there(peer: Peer) -> None:
+    one = rdma_peer.Transport(peer, device_memory=True, max_command_bytes=64 << 10, staging_bytes=128 << 10)
+    assert one.capabilities.device_memory
+    lengths = [5000, 70_000, LBA_BYTES, 300_001]
+    into = StandInTensor(np.zeros(sum(lengths), np.uint8))
+    outcome = device_read(one, into, *lengths)
+    assert outcome.error is None
+    at = start = 0
+    sums = []
+    for length in lengths:
+        expected = peer.volume[at : at + length]
+        assert into.array[start : start + length].tobytes() == expected
+        sums.append(crc32c(expected, 5))
+        start += length
+        at += -(-length // LBA_BYTES) * LBA_BYTES
+    assert [found for found in outcome.checksums if found is not None] == sums
+    (gpu,) = peer.gpus
+    moves = [c for wire in peer.wires for c in wire.commands if wire.queue_id and c.opcode == IoOpcode.READ]
+    assert all(gpu.address <= c.sgl_address < gpu.address + (128 << 10) for c in moves)
+    works(peer, one)
+    one.close()
+    assert gpu.closed
+
+
+def test_what_is_late_for_a_device_leaves_it_alone(peer: Peer) -> None:
+    one = rdma_peer.Transport(peer, device_memory=True)
+    peer.lie = hold
+    into = StandInTensor(np.full(SIZE, 0xAA, np.uint8))
+    assert isinstance(device_read(one, into, SIZE, left_ms=50).error, DeadlineExceeded)
+    assert peer.gpus[0].closed, "before the call returned"
+    assert (into.array == 0xAA).all()
+    peer.lie = lambda *_: False
+    assert device_read(one, into, SIZE).error is None
+    assert into.array.tobytes() == peer.volume[:SIZE]
+    one.close()
+
+
+def test_without_the_option_there_is_no_way_to_a_device(transport: rdma_peer.Transport) -> None:
+    assert not transport.capabilities.device_memory
+    with pytest.raises(InvalidArgument):
+        device_read(transport, StandInTensor(np.zeros(SIZE, np.uint8)), SIZE)
