@@ -194,10 +194,16 @@ class ForebayTier(SecondaryTierManager):  # type: ignore[misc]
         self._transfers.submit(job)
 
     def _job(self, job: TransferJob) -> Job:
-        keys = tuple(get_offload_block_hash(key) for key in job.keys)
-        hints = job.req_context.get_state(Hints)
-        kind: Any = "load" if job.is_promotion else "store"
-        return Job(job.job_id, kind, keys, tuple(int(row) for row in job.chunk_ids), hints)
+        """A job of ours, in the order of the prompt: what lies in that order is read by fewer commands."""
+        position = job.req_context.get_offload_key_position
+        rows = sorted(zip(job.keys, job.chunk_ids, strict=True), key=lambda row: position(row[0]) or 0)
+        return Job(
+            job.job_id,
+            "load" if job.is_promotion else "store",
+            tuple(get_offload_block_hash(key) for key, _ in rows),
+            tuple(int(chunk) for _, chunk in rows),
+            job.req_context.get_state(Hints),
+        )
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         return [self._result(outcome) for outcome in self._transfers.finished()]
