@@ -4,79 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from hashlib import sha256
 from typing import Any, TypeVar
 
 import pytest
 
-from forebay.client import Client, ClientOptions, WritePlan
-from forebay.clock import SystemClock
-from forebay.connectors.keys import STABLE_HASH, tiled
+from forebay.client import Client, WritePlan
 from forebay.connectors.vllm import scheduler
 from forebay.connectors.vllm.advice import Advice
-from forebay.connectors.vllm.counters import Counters
-from forebay.connectors.vllm.messages import Load, Rows, StepWork, WorkerReport
-from forebay.connectors.vllm.scheduler import SchedulerHalf
-from forebay.connectors.vllm.settings import Settings
+from forebay.connectors.vllm.messages import Load, Rows, WorkerReport
 from forebay.ranks import held_tiles
-from forebay.schema import Group, HashAlgorithm, Schema
+from forebay.schema import Schema
 from tests.client.conftest import NodeProcess, eventually
-from tests.connectors.fakes import BLOCK, BLOCKS, PLAIN, Adapter, Output, Request, hashes
+from tests.connectors.bench import GROUP, Bench, Make
+from tests.connectors.fakes import BLOCK, BLOCKS, Adapter, Output, Request, hashes
 
-GROUP = tiled(Group("full", (0, 1), BLOCK, 2, 64, "float32", "test"), max_ranks=2)
-VALUE = bytes(range(256)) * (GROUP.layout().value_bytes // 256)
+VALUE = bytes(GROUP.layout().value_bytes)
 
-
-class Bench:
-    """A half, and a schema of its own so that it finds only what its test stored."""
-
-    def __init__(self, node: NodeProcess, name: str, *, ranks: int = 1, **settings: Any) -> None:
-        self.node = node
-        self.schema = Schema("vllm", sha256(name.encode()).digest(), HashAlgorithm(STABLE_HASH, BLOCK), (GROUP,))
-        self.counters = Counters()
-        self.counts: dict[str, float] = {}
-        config = {"url": node.url, "token_file": str(node.data / "admin.token"), "guard": False, **settings}
-        config.setdefault("probe_timeout_ms", 30_000)
-        self.half = SchedulerHalf(Settings.from_config(config), PLAIN, ranks, self.counters, SystemClock())
-        self.half.start(self.schema, ClientOptions(attempt_ms=20_000, connect_ms=20_000))
-
-    def client(self) -> Client:
-        return self.node.connect(schema=self.schema)
-
-    def put(self, keys: list[bytes]) -> None:
-        with self.client() as client:
-            assert all(result.stored for result in client.put(keys, [VALUE] * len(keys)))
-
-    def ask(self, request: Request, computed: int = 0) -> tuple[int | None, bool]:
-        """What the scheduler is told, as soon as it is told something."""
-        answers: list[tuple[int | None, bool]] = []
-
-        def answered() -> bool:
-            answers.append(self.half.matched(request, computed))
-            return answers[-1][0] is not None
-
-        eventually(answered, "an answer")
-        return answers[-1]
-
-    def arrive(self, request: Request, computed: int = 0) -> tuple[int | None, bool]:
-        self.half.arrived(request)
-        return self.ask(request, computed)
-
-    def compute(self, request: Request, tokens: int) -> StepWork:
-        """A step that computes ``tokens`` of a request."""
-        work = self.half.step(Output({request.request_id: tokens}))
-        request.num_computed_tokens += tokens
-        return work
-
-    def count(self, name: str) -> float:
-        for counted, number in self.counters.take().items():
-            self.counts[counted] = self.counts.get(counted, 0) + number
-        return self.counts.get(name, 0)
-
-
-Make = Callable[..., Bench]
 T = TypeVar("T")
 
 
@@ -90,19 +35,6 @@ def until(something: Callable[[], T]) -> T:
 
     eventually(answered, "an answer", 60)
     return answers[-1]
-
-
-@pytest.fixture
-def make(shared_node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[Make]:
-    made: list[Bench] = []
-
-    def bench(**settings: Any) -> Bench:
-        made.append(Bench(shared_node, request.node.name, **settings))
-        return made[-1]
-
-    yield bench
-    for each in made:
-        each.half.close()
 
 
 def test_what_nobody_has_is_computed_and_saved_as_it_gets_whole(make: Make) -> None:
