@@ -28,29 +28,35 @@ from tests.connectors.fakes import BLOCK, BLOCKS, PLAIN, Output, Request, hashes
 HEADS, LAYERS, CONTENT = 4, 3, 10
 ROWS = 120
 OPTIONS = ClientOptions(attempt_ms=20_000, connect_ms=20_000)
-GROUP = tiled(Group("full", tuple(range(LAYERS)), BLOCK, HEADS, CONTENT * 4, "float32", "test"), max_ranks=4)
-SCHEMA = Schema("vllm", bytes(32), HashAlgorithm(STABLE_HASH, BLOCK), (GROUP,))
+NAMES = [f"layer {i}" for i in range(LAYERS)]
+
+
+def schema(layer_groups: int) -> Schema:
+    """Blocks of all heads and layers, cut into so many parts by layers."""
+    plain = Group("full", tuple(range(LAYERS)), BLOCK, HEADS, CONTENT * 4, "float32", "test")
+    group = tiled(plain, max_ranks=4, layer_groups=layer_groups)
+    return Schema("vllm", bytes(32), HashAlgorithm(STABLE_HASH, BLOCK), (group,))
 
 
 class Engine:
     """Some ranks, each with its heads of a cache whose every number is random."""
 
-    def __init__(self, url: str, ranks: int, seed: int) -> None:
-        config = {"url": url, "guard": False, "probe_timeout_ms": 30_000, "load_timeout_ms": 30_000}
+    def __init__(self, url: str, ranks: int, seed: int, *, layer_groups: int = 1, load: str = "async") -> None:
+        config = {"url": url, "guard": False, "probe_timeout_ms": 30_000, "load_timeout_ms": 30_000, "load": load}
         settings = Settings.from_config(config)
         torch.manual_seed(seed)
         self.cache = torch.rand((LAYERS, ROWS, HEADS, BLOCK, CONTENT))
         self.counters = Counters()
         self.counts: dict[str, float] = {}
         self.scheduler = SchedulerHalf(settings, PLAIN, ranks, self.counters, SystemClock())
-        self.scheduler.start(SCHEMA, OPTIONS)
+        self.scheduler.start(schema(layer_groups), OPTIONS)
         self.workers = []
         each = HEADS // ranks
         for rank in range(ranks):
             worker = WorkerHalf(settings, (rank, ranks), self.counters, OPTIONS, SystemClock())
             mine = [layer[:, rank * each : (rank + 1) * each] for layer in self.cache]
             held = GroupFacts(PLAIN.groups[0], tuple(range(LAYERS)), each, CONTENT * 4, "float32", "test")
-            worker.register([mine], WorkerFacts((held,), BLOCK))
+            worker.register([mine], WorkerFacts((held,), BLOCK), [NAMES])
             self.workers.append(worker)
         self.received: dict[str, int] = {}
         self.failed: set[int] = set()
@@ -59,8 +65,15 @@ class Engine:
         """One step of all ranks; a load has ended when it has for every rank."""
         work = self.scheduler.step(output)
         report, done, failed = WorkerReport(), set(), set()
+        first = any(load.in_step for load in work.loads)
         for worker in self.workers:
-            worker.begin(work)
+            if first:  # vLLM begins other loads once the step has been computed
+                worker.begin(work)
+            for name in NAMES:
+                worker.wait_for_layer(name)
+                worker.layer_computed(name, work)
+            if not first:
+                worker.begin(work)
             worker.end(work)
             seen = worker.received(set(ended), idle=work.idle)
             for ident in seen.requests:
@@ -107,7 +120,10 @@ class Engine:
         rows = list(range(first, first + BLOCKS))
         self.scheduler.allocated(request, [rows], tokens)
         self.failed = set()
-        self.until(lambda: self.received.get(request.request_id, 0) == len(self.workers))
+        if self.scheduler._in_step:
+            self.step(Output({request.request_id: 1}))
+        else:
+            self.until(lambda: self.received.get(request.request_id, 0) == len(self.workers))
         return {row - first for row in self.failed}
 
     def same(self, other: Engine, first: int, blocks: list[int]) -> bool:
@@ -119,6 +135,35 @@ class Engine:
         for worker in self.workers:
             worker.close()
         self.scheduler.close()
+
+
+def layered(url: str) -> dict[str, Any]:
+    """Blocks in parts by layers: what ranks wrote part by part others read, before a step or in it."""
+    seen: dict[str, Any] = {}
+    writers = {ranks: Engine(url, ranks, 10 + ranks, layer_groups=2) for ranks in (1, 2)}
+    for ranks, writer in writers.items():
+        writer.save(Request(f"in parts by {ranks}", hashes(f"parts {ranks}")))
+    readers = [Engine(url, ranks, 20 + ranks, layer_groups=2, load="layers") for ranks in (1, 2, 4)]
+    for wrote, writer in writers.items():
+        for reader in (*readers, writers[3 - wrote]):
+            ranks, first = len(reader.workers), 10 * wrote
+            untouched = reader.cache[:, first + BLOCKS].clone()
+            missing = reader.load(Request(f"parts {wrote} {ranks}", hashes(f"parts {wrote}")), first)
+            exact = not missing and reader.same(writer, first, list(range(BLOCKS)))
+            exact = exact and bool((reader.cache[:, first + BLOCKS] == untouched).all())
+            seen[f"parts of {wrote} to {ranks}{' in a step' * reader.scheduler._in_step}"] = exact
+    # One block goes between the lookup and the step: it and those after it are lost, and those before it are there.
+    gone, reader = Request("gone", hashes("parts 2")), readers[1]
+    tokens = reader.ask(gone)
+    writers[1].workers[0]._link.client.delete([hashes("parts 2")[3]])  # type: ignore[union-attr]
+    reader.scheduler.allocated(gone, [list(range(60, 60 + BLOCKS))], tokens)
+    reader.failed = set()
+    reader.step(Output({"gone": 1}))
+    seen["lost in a step"] = sorted(row - 60 for row in reader.failed)
+    seen["kept in a step"] = reader.same(writers[2], 60, [0, 1, 2])
+    for engine in (*writers.values(), *readers):
+        engine.close()
+    return seen
 
 
 def main(url: str) -> None:
@@ -177,7 +222,7 @@ def main(url: str) -> None:
     seen["left over"] = [len(one.scheduler._saves._saving), one.workers[0]._staging.staged_bytes]
     for engine in engines.values():
         engine.close()
-    print(json.dumps(seen))
+    print(json.dumps({**seen, **layered(url)}))
 
 
 if __name__ == "__main__":

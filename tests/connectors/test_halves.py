@@ -29,4 +29,9 @@ def test_ranks_of_any_number_read_what_any_other_wrote(shared_node: NodeProcess)
         "whole": [True] * 5,
         "unstored": 5,
         "left over": [0, 0],
+        **{f"parts of {wrote} to {read} in a step": True for wrote in (1, 2) for read in (1, 2, 4)},
+        "parts of 1 to 2": True,
+        "parts of 2 to 1": True,
+        "lost in a step": [3, 4],
+        "kept in a step": True,
     }
