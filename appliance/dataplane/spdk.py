@@ -391,6 +391,9 @@ class SpdkTarget(NvmfTarget):
         if known.get("assigned_rate_limits", dict.fromkeys(limits, 0)) != limits:
             await self._rpc.call("bdev_set_qos_limit", {"name": name, **limits})
 
+    def _holds(self, spec: VolumeSpec) -> bool:
+        return self.stores.store_of(spec.path) is not None or self._files.has(spec)
+
     async def _delete_bdev(self, name: str) -> None:
         if self.stores.store_of(name) is not None:
             return  # it goes when its volume does

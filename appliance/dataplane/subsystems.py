@@ -123,6 +123,10 @@ class NvmfTarget(Target):
     def _mode(self, spec: VolumeSpec) -> str:
         return ""
 
+    def _holds(self, spec: VolumeSpec) -> bool:
+        """Whether the driver itself has what it needs of a volume that the target serves."""
+        return True
+
     async def _look_at(self, params: dict[str, Any] | None) -> list[dict[str, Any]]:
         """`nvmf_get_subsystems`; each namespace with the ``hosts`` that see it."""
         return list(await self._rpc.call("nvmf_get_subsystems", params))
@@ -306,7 +310,8 @@ class NvmfTarget(Target):
                 self._volumes[spec.volume] = spec
                 listens = self._listens(subsystems.get(nqn, {}))
                 name = self._bdev_name(spec)
-                if name not in kept or not listens or bdevs[name].mode != self._mode(spec):
+                served = name in kept and listens and bdevs[name].mode == self._mode(spec)
+                if not served or not self._holds(spec):
                     found.append(f"volume {spec.volume} is not served as it should be")
                     try:
                         await self._add_volume(spec)

@@ -51,6 +51,11 @@ class VolumeFiles:
             volume = Volume(spec.bdev, Path(spec.path), uuid=UUID(spec.nguid))
         self._open[spec.volume] = _Open(volume, ThreadPoolExecutor(1, thread_name_prefix=f"forebay-{spec.bdev}"))
 
+    def has(self, spec: VolumeSpec) -> bool:
+        """Whether that volume's file is open."""
+        known = self._open.get(spec.volume)
+        return known is not None and known.volume.path == Path(spec.path)
+
     def close(self, volume: VolumeId) -> None:
         """Let go of a file, at the latest when what was given up there has ended."""
         known = self._open.pop(volume, None)

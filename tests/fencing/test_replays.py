@@ -125,6 +125,7 @@ SOUND = Seen("write_fenced", FRESH, ("ok", FRESH))
 HARM = Seen("write_expired", STALE, ("checksum_mismatch", b""))
 
 
+@pytest.mark.fencing
 @pytest.mark.parametrize(
     ("removed", "seen"),
     [pytest.param(PRODUCT, SOUND, id="product"), pytest.param(out("grants"), HARM, id="no grants")],
@@ -146,6 +147,7 @@ def test_a_write_in_the_place_of_another(node: Node, wire: Wire, removed: Out, s
         assert Seen(late.reason, node.media(place(plan), 4096), got(other, key)) == seen
 
 
+@pytest.mark.fencing
 @pytest.mark.parametrize(
     ("removed", "seen"),
     [pytest.param(PRODUCT, SOUND, id="product"), pytest.param(out("tags"), HARM, id="no tags")],

@@ -64,6 +64,7 @@ def give_up(writer: Client, plan: WritePlan) -> None:
     assert rpc.blocks.Abort(request, timeout=60, metadata=rpc._named()).aborted == 1
 
 
+@pytest.mark.fencing
 @pytest.mark.parametrize(
     ("removed", "seen"),
     [

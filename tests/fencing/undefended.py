@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
-from forebay.appliance.dataplane.supervisor import Supervisor
+from forebay.appliance.dataplane.supervisor import EmbeddedProgram, Supervisor
 from forebay.appliance.dataplane.target import __main__ as target_process
 from forebay.appliance.dataplane.target.controller import Controller
 from forebay.appliance.dataplane.target.grants import GrantTable
@@ -204,9 +204,9 @@ def _call(plain: Plain, self: JsonRpcClient, method: str, params: Any = None, **
 
 
 @instead(Supervisor, "__init__")
-def _init(plain: Plain, *args: Any, command: Any, **kwargs: Any) -> None:
-    options = list(command)[3:]
-    plain(*args, command=(sys.executable, "-m", "tests.fencing.undefended", "target", *options), **kwargs)
+def _init(plain: Plain, *args: Any, program: EmbeddedProgram, **kwargs: Any) -> None:
+    command = (sys.executable, "-m", "tests.fencing.undefended", "target", *program.start[3:])
+    plain(*args, program=EmbeddedProgram(command), **kwargs)
 
 
 if __name__ == "__main__":
