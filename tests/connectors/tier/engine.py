@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import queue
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,41 @@ class TierEngine(Engine):
         told = [(event.removed, event.medium.value, key.hex()) for event in self._told for key in event.keys]
         self._told.clear()
         return {"told": told}
+
+    def hinted(self, prompt: list[int], payload: dict[str, Any]) -> dict[str, Any]:
+        """Compute a prompt for which a router hints; with which hints its blocks are stored."""
+        from vllm import SamplingParams
+        from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+        engine, transfers = self.llm.llm_engine, self._tier._transfers
+        seen: list[Any] = []
+        submit = transfers.submit
+
+        def noting(job: Any) -> None:
+            seen.append(job.hints)
+            submit(job)
+
+        transfers.submit = noting
+        hints = KvHintsEnvelope("1", "message", [KvHintAction("action", "forebay.hints", "1", payload)])
+        engine.add_request("hinted", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=1), kv_hints=hints)
+        while engine.has_unfinished_requests():
+            engine.step()
+        self.settle()
+        transfers.submit = submit
+        return {"hints": [None if each is None else dataclasses.asdict(each) for each in seen]}
+
+    def touch(self, keys: list[str]) -> dict[str, Any]:
+        """Have vLLM's manager touch blocks, as it does where a request has use for them; what the node says."""
+        from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+
+        client, said = self._client(), queue.SimpleQueue[list[str]]()
+        touch = client.touch
+        client.touch = lambda *args, **options: said.put(touch(*args, **options))
+        self._manager.touch([make_offload_key(bytes.fromhex(key), 0) for key in keys], ReqContext("any"))
+        self.generate([[1, 2, 3]], max_tokens=1)  # told at the end of a step
+        reasons = said.get(timeout=60)
+        del client.touch
+        return {"reasons": reasons}
 
     def delete(self) -> dict[str, Any]:
         """Delete every block of the namespace."""

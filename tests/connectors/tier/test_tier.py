@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ EVENTS = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "nul
 class Scene:
     """A node, what every prompt is answered with, and the second engine after the node was killed and restarted."""
 
-    SHARED, ROTTEN, SALTED, LATE, UNSAVED, AWAY, FULL = (prompt(seed) for seed in range(20, 27))
-    LONG = tuple(prompt(seed) for seed in range(27, 30))
+    SHARED, ROTTEN, SALTED, LATE, UNSAVED, AWAY, CUT, FULL, STALE = (prompt(seed) for seed in range(20, 29))
+    LONG = tuple(prompt(seed) for seed in range(29, 32))
+    HINTED = prompt(32)
 
     def __init__(self, directory: Path) -> None:
         self.model = directory / "model"
@@ -64,7 +66,17 @@ class Scene:
 
     def _compute(self, first: TierProcess, log: Path) -> None:
         """Answers without storage; then the node comes, and what is computed is stored."""
-        everything = [self.SHARED, self.ROTTEN, self.SALTED, self.LATE, self.UNSAVED, self.AWAY, self.FULL]
+        everything = [
+            self.SHARED,
+            self.ROTTEN,
+            self.SALTED,
+            self.LATE,
+            self.UNSAVED,
+            self.AWAY,
+            self.CUT,
+            self.FULL,
+            self.STALE,
+        ]
         computed = first.generate(*everything)
         self.long = first.generate(*self.LONG, max_tokens=LONG_ANSWER)["tokens"]
         self.first_cached = computed["cached"]
@@ -178,6 +190,14 @@ def test_what_is_stored_and_removed_is_told(scene: Scene) -> None:
     assert {key for gone, _, key in removed if gone} == offload_keys, "and nothing that was never told"
 
 
+def test_hints_and_use_of_blocks_reach_the_node(scene: Scene) -> None:
+    before = scene.blocks()
+    stored = scene.engine.ask("hinted", prompt=scene.HINTED, payload={"session": "of a router"})["hints"]
+    assert stored and {hints["session"] for hints in stored} == {"of a router"}
+    new = sorted(scene.blocks().keys() - before.keys())
+    assert scene.engine.ask("touch", keys=[*new, "00" * 32])["reasons"] == ["ok"] * BLOCKS + ["absent"]
+
+
 def test_bytes_that_were_overwritten_are_not_used(scene: Scene) -> None:
     """With checks off they are, and give other tokens: so it is these bytes that answers come from."""
     keys = scene.store(scene.ROTTEN)
@@ -262,6 +282,27 @@ def test_a_node_that_is_killed_is_computed_around(scene: Scene) -> None:
     eventually(lambda: scene.again(scene.AWAY) == WHOLE, "the node", 60)
 
 
+def test_a_node_that_is_killed_during_a_load_is_computed_around(scene: Scene) -> None:
+    scene.store(scene.CUT)
+    scene.engine.ask("forget")
+    target = scene.node.target_pid
+    with ThreadPoolExecutor(1) as asking, Admin(scene.node.url, token=scene.node.token) as admin:
+
+        def leases() -> int:
+            return sum(session.leases for session in admin.list_sessions())
+
+        eventually(lambda: not leases(), "the end of other loads", 60)
+        os.kill(target, signal.SIGSTOP)
+        answer = asking.submit(scene.engine.generate, scene.CUT)
+        eventually(leases, "the load", 60)
+        scene.node.process.kill()
+        scene.node.process.wait()
+        os.kill(target, signal.SIGKILL)
+        assert answer.result(60)["tokens"] == [scene.answer(scene.CUT)]
+    scene.node.start()
+    eventually(lambda: scene.again(scene.CUT) == WHOLE, "the node", 60)
+
+
 def test_a_node_without_room_stores_nothing_and_disturbs_nobody(scene: Scene) -> None:
     with Admin(scene.node.url, token=scene.node.token) as admin:
         admin.update_namespace("default/default", quota_bytes=4096, eviction="none")
@@ -275,3 +316,14 @@ def test_a_node_without_room_stores_nothing_and_disturbs_nobody(scene: Scene) ->
             admin.update_namespace("default/default", quota_bytes=0, eviction="lru")
     scene.store(scene.FULL)
     assert scene.again(scene.FULL) == WHOLE
+
+
+def test_a_generation_that_is_raised_ends_hits_at_once(scene: Scene) -> None:
+    """Last, since it cannot be lowered."""
+    scene.store(scene.STALE)
+    assert scene.again(scene.STALE) == WHOLE
+    stale = scene.count("missed_blocks:stale_generation")
+    with Admin(scene.node.url, token=scene.node.token) as admin:
+        admin.update_namespace("default/default", min_generation=1)
+    assert scene.again(scene.STALE) == 0
+    assert scene.count("missed_blocks:stale_generation") >= stale + BLOCKS
