@@ -111,6 +111,8 @@ class SessionInfo:
     leases: int
     pending_writes: int
     pins: int
+    transports: tuple[str, ...] = ()
+    """By which its processes say that they read: block, rdma, tcp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +383,7 @@ class Admin:
                 leases=s.leases,
                 pending_writes=s.pending_writes,
                 pins=s.pins,
+                transports=tuple(s.transports),
             )
             for s in reply.sessions
         ]

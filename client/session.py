@@ -398,7 +398,9 @@ class Session:
         try:
             _, reply = self.call(
                 self.rpc.blocks.Heartbeat,
-                lambda _, context: pb.HeartbeatRequest(context=context),
+                lambda current, context: pb.HeartbeatRequest(
+                    context=context, host_nqn=current.host.nqn, transports=self._in_use()
+                ),
                 deadline_ms,
                 view=view,
             )
@@ -424,6 +426,10 @@ class Session:
             _log.info("heartbeat failed: %s", e)
             return False
         return True
+
+    def _in_use(self) -> list[str]:
+        """The kinds of transport that volumes are read by."""
+        return sorted({way.transport for choice, _ in list(self._transports.values()) for way in choice.chosen()})
 
     def _connect_transports(self, deadline_ms: int) -> None:
         with self._changing:

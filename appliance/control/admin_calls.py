@@ -203,4 +203,5 @@ def _session(view: SessionView) -> pb.SessionInfo:
         leases=view.leases,
         pending_writes=view.pending_writes,
         pins=view.pins,
+        transports=view.transports,
     )

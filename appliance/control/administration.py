@@ -104,6 +104,7 @@ class SessionView:
     leases: int
     pending_writes: int
     pins: int
+    transports: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,4 +472,5 @@ def _session_view(session: Session, now_ms: int) -> SessionView:
         leases=len(session.leases),
         pending_writes=len(session.writes),
         pins=len(session.pins),
+        transports=tuple(sorted({name for names in session.transports.values() for name in names})),
     )

@@ -36,6 +36,7 @@ __all__ = ["MAP_VERSION", "DataCalls"]
 
 MAP_VERSION = 1
 """Cluster map of a node that stands alone."""
+_TRANSPORTS = ("block", "rdma", "tcp")
 _MAX_LIST = 10_000
 _DEFAULT_LIST = 1_000
 _MAX_TAIL_BYTES = 4096
@@ -182,6 +183,8 @@ class DataCalls:
 
     async def heartbeat(self, principal: Principal, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
         session, deadline_ms = self._session(principal, request.context, None)
+        if request.host_nqn in session.hosts:
+            session.transports[request.host_nqn] = tuple(name for name in request.transports if name in _TRANSPORTS)
         return pb.HeartbeatReply(
             heartbeat_ms=self._node.limits.heartbeat_ms,
             map_version=MAP_VERSION,

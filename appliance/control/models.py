@@ -196,6 +196,9 @@ class Session(_Out):
     leases: Count = Field(description="Read leases that it holds.")
     pending_writes: Count = Field(description="Blocks that it was given extents for and has not committed.")
     pins: Count = Field(description="Blocks that it keeps from eviction.")
+    transports: list[Literal["block", "rdma", "tcp"]] = Field(
+        description="By which its processes say that they read; empty until they have said so."
+    )
 
 
 class ScrubSpec(_In):

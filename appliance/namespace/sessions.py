@@ -131,6 +131,8 @@ class Session:
     expiry_ms: int
     state: SessionState = SessionState.OPEN
     hosts: dict[str, HostIdentity] = field(default_factory=dict)
+    transports: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By NQN of a host: how it says that it reads. For people alone."""
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
     writes: dict[WriteId, PendingWrite] = field(default_factory=dict)
     recent: deque[tuple[WriteId, int]] = field(default_factory=lambda: deque(maxlen=_RECENT_WRITES))

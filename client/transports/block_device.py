@@ -51,6 +51,8 @@ _MEDIA = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO)
 """What the block layer makes of a command that the drive or target failed; the rest says that the way is broken."""
 _LOOK_MS = (1_000, 60_000)
 """First and longest wait between looks for a volume that is not here."""
+_LOOKS_MS = 1_000
+"""How long `connect` looks at all volumes together."""
 _NO_TAG = (
     "a block device cannot carry the tag of a grant, without which the target refuses writes to fenced volumes: "
     "they need another transport"
@@ -156,6 +158,8 @@ class BlockDeviceTransport(Transport):
         if self._closed:
             raise Unavailable("the transport is closed")
         error: ForebayError | None = None
+        # Whoever calls has other things to do, such as to keep a session alive.
+        deadline_ms = min(deadline_ms, self._clock.monotonic_ms() + _LOOKS_MS)
         for nsid in list(self._nguids):
             known = self._volumes.get(nsid)
             if known is None or self._clock.monotonic_ms() >= known.not_before_ms:
@@ -354,7 +358,8 @@ class BlockDeviceTransport(Transport):
         if known.disk is not None and not isinstance(error, DeadlineExceeded):
             known.disk.close()
             known.disk = None
-            _log.warning("NSID %d of %s is no block device here any more: %s", nsid, self._nqn, error)
+            if not self._closed:
+                _log.warning("NSID %d of %s is no block device here any more: %s", nsid, self._nqn, error)
         known.error, known.suspect = error, True
         known.attempts += 1
         wait_ms = min(_LOOK_MS[1], _LOOK_MS[0] << min(known.attempts - 1, 16))

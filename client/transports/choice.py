@@ -390,6 +390,7 @@ class Choice(Transport):
             if isinstance(error, DeadlineExceeded) or (error is None and ops[i].nsid not in worst):
                 worst[ops[i].nsid] = error
         worst |= {ops[i].nsid: results[i].error for i in blamed}
+        changed = False
         with self._lock:
             for nsid, error in worst.items():
                 if error is None and nsid not in way.standing:
@@ -403,7 +404,11 @@ class Choice(Transport):
                     if standing.strikes < _STRIKES and _transport(way).serves(nsid) is None:
                         continue
                 if not standing.attempts and not self._closed and self._others(way):
-                    self._out(way, nsid, standing, error)
+                    self._put_off(standing, error)
+                    self._told.setdefault(nsid, way.kind.name)
+                    changed = True
+        if changed:
+            self._tell()
         return blamed
 
     def _others(self, way: _Way) -> bool:
@@ -411,17 +416,6 @@ class Choice(Transport):
         if way is self._ways[-1]:
             return False
         return any(other is not way and other.kind.name not in self._read_only for other in self._ways)
-
-    def _out(self, way: _Way, nsid: int, standing: _Standing, error: ForebayError) -> None:
-        self._put_off(standing, error)
-        self.fallbacks[way.kind.name] += 1
-        _log.warning(
-            "NSID %d of %s is not reached by %s any more, for now: %s",
-            nsid,
-            self._offer.subsystem_nqn,
-            way.kind.name,
-            error,
-        )
 
     def _put_off(self, standing: _Standing, error: ForebayError) -> None:
         first_ms, longest_ms = _BACKOFF_MS
@@ -455,19 +449,20 @@ class Choice(Transport):
                     self._put_off(standing, error)
 
     def _tell(self) -> None:
-        """Say which ways are taken, where that changed."""
+        """Take note of ways that changed, and say so: from a better one to another it is a fall back."""
+        names = [way.kind.name for way in self._ways]
         for one in self.chosen():
-            if self._told.get(one.nsid) != one.transport:
+            with self._lock:
+                before = self._told.get(one.nsid)
                 self._told[one.nsid] = one.transport
-                why = "".join(f"; {name}: {reason}" for name, reason in one.instead_of.items())
-                _log.info(
-                    "NSID %d of %s is read by %s (%s)%s",
-                    one.nsid,
-                    self._offer.subsystem_nqn,
-                    one.transport,
-                    one.place,
-                    why,
-                )
+                fell = before is not None and before in one.instead_of
+                if fell and not self._closed:
+                    self.fallbacks[str(before)] += 1
+            if before != one.transport and not self._closed:
+                why = "".join(f"; {name}: {one.instead_of[name]}" for name in names if name in one.instead_of)
+                nqn = self._offer.subsystem_nqn
+                level = logging.WARNING if fell else logging.INFO
+                _log.log(level, "NSID %d of %s is read by %s (%s)%s", one.nsid, nqn, one.transport, one.place, why)
 
 
 def _is_broken(error: ForebayError | None) -> bool:

@@ -154,7 +154,7 @@ class Machine:
                     return self._opened(name, volume, block, writable=writable, labelled=True)
                 except (Unavailable, VolumeMismatch):
                     continue  # somebody else's drive
-        where = " or a drive" if local else ""
+        where = " or drive" if local else ""
         raise problem or Unavailable(
             f"no block device{where} here is NSID {volume.nsid} of {volume.subsystem_nqn}: is it connected?"
         )

@@ -15,9 +15,10 @@ import pytest
 from forebay.cli.demo.node import DemoNode
 from forebay.cli.exits import ABSENT, REFUSED, UNAVAILABLE, USAGE
 from forebay.cli.main import run
-from forebay.client import Client, StatResult, connect
+from forebay.client import Client, ClientOptions, StatResult, connect
 from forebay.measure.machine import file_system
 from tests.cli.shell import Shell
+from tests.client.conftest import eventually
 
 
 def test_a_file_goes_in_and_comes_out(forebay: Shell, tmp_path: Path) -> None:
@@ -145,7 +146,33 @@ def test_stat(forebay: Shell, tmp_path: Path) -> None:
     assert one["present"] and not two["present"]
     assert (one["length_bytes"], one["tiles"], one["durability"], one["pins"]) == (5000, 1, "flush", 0)
     assert one["extent_bytes"] >= 8192 and one["extent_bytes"] % 4096 == 0 and one["offset_bytes"] % 4096 == 0
+    assert one["transport"] == "tcp"
     assert "5000 bytes" in forebay("stat", "s")
+    assert "read by  tcp (127.0.0.1:" in forebay("stat", "s")
+    assert forebay.json("stat", "s", "--transport", "tcp")["keys"][0]["transport"] == "tcp"
+
+
+def test_one_kind_of_transport_alone(forebay: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no such way here, so nothing is read; the same by the environment."""
+    put(forebay, tmp_path, "one-kind", value=b"x" * 5000)
+    assert run(["get", "one-kind", str(tmp_path / "got"), "--transport", "rdma"]) == UNAVAILABLE
+    assert run(["get", "one-kind", str(tmp_path / "got"), "--transport", "block"]) == UNAVAILABLE
+    monkeypatch.setenv("FOREBAY_TRANSPORT", "rdma")
+    assert run(["get", "one-kind", str(tmp_path / "got")]) == UNAVAILABLE
+    assert run(["get", "one-kind", str(tmp_path / "got"), "--transport", "auto"]) == 0
+    monkeypatch.setenv("FOREBAY_TRANSPORT", "carrier pigeon")
+    assert run(["get", "one-kind", str(tmp_path / "got")]) == USAGE
+
+
+def test_sessions_say_by_what_they_read(forebay: Shell, node: DemoNode) -> None:
+    with connect(node.url, token=(node.data / "admin.token").read_text().strip(), options=ClientOptions(client="me")):
+
+        def said() -> bool:
+            found = forebay.json("sessions")["sessions"]
+            return any(one["client"] == "me" and one["transports"] == ["tcp"] for one in found)
+
+        eventually(said, "a heartbeat has told")
+        assert "reads by" in forebay("sessions")
 
 
 def test_stat_of_a_node_that_went_away_is_no_miss(

@@ -21,6 +21,7 @@ from forebay.cli.doctor import hashes, machine, network, storage
 from forebay.cli.doctor.finding import Finding
 from forebay.cli.exits import OK
 from forebay.cli.main import run
+from forebay.client import VolumeTransport
 from forebay.schema import Group, HashAlgorithm, Schema
 from tests.cli.shell import Shell
 
@@ -157,9 +158,17 @@ def test_a_running_node(forebay: Shell, node: DemoNode) -> None:
     assert node.url.removeprefix("forebay://") in by_name["grpc.listen"]["what"]
     assert str(node.data) in by_name["drive0"]["what"] or "512 MiB" in by_name["drive0"]["what"]
     assert by_name["admin.token"]["what"] == "mode 0600" and "removed" in by_name["block data"]["what"]
+    assert by_name["transport"]["level"] == "ok"
+    assert "is read by tcp (127.0.0.1:" in by_name["transport"]["what"]
+    assert "not by rdma: the node offers no NVMe/RDMA" in by_name["transport"]["what"]
     assert forebay.json("ls")["keys"] == []
     about = network.running_node(Session(data=str(node.data)))
     assert about is not None and about["grpc"] == node.url.removeprefix("forebay://")
+
+
+def test_a_volume_that_no_transport_reaches() -> None:
+    ways = [VolumeTransport(1, "block", "/dev/nvme0n1", {}), VolumeTransport(2, "none", "", {"rdma": "no devices"})]
+    assert levels(network.check_transports(ways)) == ["ok", "fail"]
 
 
 def test_a_node_that_does_not_answer_and_one_that_refuses(node: DemoNode) -> None:
@@ -222,10 +231,12 @@ def test_rdma_ports(tmp_path: Path) -> None:
 def test_gpu_direct(tmp_path: Path) -> None:
     assert levels(machine.check_gpu(tmp_path)) == ["ok"]
     write(tmp_path / "proc/driver/nvidia/version", "NVRM version: NVIDIA 570")
-    assert levels(machine.check_gpu(tmp_path)) == ["ok", "warn"]
+    assert levels(machine.check_gpu(tmp_path)) == ["ok", "ok", "warn"]
     write(tmp_path / "proc/driver/nvidia-fs/version", "2.24")
     write(tmp_path / "usr/local/cuda-12/lib64/libcufile.so.0", "")
-    assert levels(machine.check_gpu(tmp_path)) == ["ok", "ok"]
+    found = list(machine.check_gpu(tmp_path))
+    assert levels(found) == ["ok", "ok", "ok"]
+    assert "GPU memory by staging: kvikio is not installed" in found[1].what
 
 
 def test_kernel_nvme_is_never_needed() -> None:

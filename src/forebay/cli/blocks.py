@@ -42,6 +42,8 @@ from forebay.ids import MAX_VALUE_BYTES, BlockKey
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from forebay.client import VolumeTransport
+
 __all__ = ["COMMANDS", "print_value"]
 
 _KEYED = (OK, ABSENT, USAGE, REFUSED, UNAVAILABLE, WRONG_BYTES)
@@ -314,6 +316,10 @@ def ls(session: Session, prefix: str, as_hex: bool, limit: int | None) -> int:
     return OK
 
 
+def _way(way: VolumeTransport | None) -> str:
+    return "no transport" if way is None else f"{way.transport} ({way.place})"
+
+
 @click.command(
     cls=Command,
     short_help="Show what is known of keys.",
@@ -335,6 +341,7 @@ def stat(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
     names = parse_keys(keys, as_hex)
     with session.client() as client:
         found = client.stat(session.named(client, names))
+        ways = {way.volume: way for way in client.transports()}
     rows = [(name, one.block, one.reason) for name, one in zip(names, found, strict=True)]
 
     def fields(stat: Any) -> dict[str, Any]:
@@ -349,6 +356,7 @@ def stat(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
             "write_id": stat.write_id.hex(),
             "volume": stat.volume,
             "offset_bytes": stat.offset_bytes,
+            "transport": ways[stat.volume].transport if stat.volume in ways else "none",
             "describe": said(stat.describe),
             "hints": said(stat.hints),
         }
@@ -369,6 +377,7 @@ def stat(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
                 f"{show_key(name)}\n"
                 f"  length   {format_size(stat.length_bytes)} ({stat.length_bytes} bytes) in {stat.tiles} tile(s)\n"
                 f"  place    volume {stat.volume}, offset {stat.offset_bytes}, {format_size(stat.extent_bytes)}\n"
+                f"  read by  {_way(ways.get(stat.volume))}\n"
                 f"  stored   {format_time(stat.created_unix_ms)}, {stat.durability}, write {stat.write_id.hex()}\n"
                 f"  held by  {stat.pins} pin(s), {stat.leases} lease(s)",
                 soft_wrap=True,

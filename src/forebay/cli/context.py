@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,6 +54,7 @@ class Session:
         url: ``forebay://host:port``, or None to find the node of ``data``.
         token: the caller's token, or None to read the admin token of ``data``.
         data: the data directory of a node on this host; ``data_source`` says so if the environment names it.
+        transport: the kind of transport to read by, or None for the best.
         timeout_ms: how long the node may take to be reached and to answer, or None for the usual.
         keyspace: of an engine, in hexadecimal or its beginning, or None for values of `forebay put`; ``group`` and
             ``scope`` are of its blocks.
@@ -66,6 +67,7 @@ class Session:
     timeout_ms: int | None = None
     namespace: str = DEFAULT_NAMESPACE
     generation: int | None = None
+    transport: str | None = None
     keyspace: str | None = None
     group: int = 0
     scope: str = ""
@@ -124,6 +126,9 @@ class Session:
         from forebay.client import ClientOptions, connect
 
         connect_ms = self.timeout_ms or _CONNECT_MS
+        options = ClientOptions(deadline_ms=self.timeout_ms or _CALL_MS, connect_ms=connect_ms, attempt_ms=connect_ms)
+        if self.transport is not None:
+            options = replace(options, transport=self.transport)
         return connect(
             url,
             namespace=self.namespace,
@@ -131,9 +136,7 @@ class Session:
             generation=generation,
             token=token,
             scopes=(self.scope,) if self.scope else (),
-            options=ClientOptions(
-                deadline_ms=self.timeout_ms or _CALL_MS, connect_ms=connect_ms, attempt_ms=connect_ms
-            ),
+            options=options,
         )
 
     def scope_id(self, client: Client) -> int:
@@ -235,6 +238,13 @@ _DATA: list[tuple[tuple[str, ...], dict[str, Any]]] = [
             "shell_complete": complete_namespace,
         },
     ),
+    (
+        ("--transport",),
+        {
+            "type": click.Choice(["auto", "block", "rdma", "tcp"]),
+            "help": "How blocks are read: docs/transports.md. [default: auto]",
+        },
+    ),
     (("--generation",), {"type": click.IntRange(0, (1 << 64) - 1), "help": "Generation of the weights. [default: 0]"}),
 ]
 _KEYSPACE: list[tuple[tuple[str, ...], dict[str, Any]]] = [
@@ -251,14 +261,14 @@ _KEYSPACE: list[tuple[tuple[str, ...], dict[str, Any]]] = [
 ]
 
 
-_VARIABLES = ("url", "token", "data", "namespace")
+_VARIABLES = ("url", "token", "data", "namespace", "transport")
 
 
 def connection_options(*, data: bool = False, environment: bool = False) -> Callable[[_F], _F]:
     """Options that name the node and the caller and, with ``data``, the namespace and generation.
 
-    ``environment`` also reads FOREBAY_URL, FOREBAY_TOKEN, FOREBAY_DATA and FOREBAY_NAMESPACE; only the top-level
-    command does, so that the environment never overrides an option.
+    ``environment`` also reads FOREBAY_URL, FOREBAY_TOKEN, FOREBAY_DATA, FOREBAY_NAMESPACE and FOREBAY_TRANSPORT;
+    only the top-level command does, so that the environment never overrides an option.
     """
 
     def decorate(function: _F) -> _F:

@@ -31,6 +31,7 @@ def _fields(info: Any) -> dict[str, Any]:
         "leases": info.leases,
         "pending_writes": info.pending_writes,
         "pins": info.pins,
+        "transports": list(info.transports),
     }
 
 
@@ -49,6 +50,7 @@ def sessions(session: Session, namespace: str | None, principal: str | None) -> 
     """List sessions, oldest first: who they belong to, what they hold, and when the node last heard of them.
 
     A session is one engine; its processes are its hosts. What it holds (leases, pins, pending writes) ends with it.
+    By which transport its hosts read is what they say themselves (docs/transports.md).
     """
     with session.admin() as admin:
         rows = [_fields(info) for info in admin.list_sessions(namespace=namespace or "", principal=principal or "")]
@@ -60,10 +62,12 @@ def sessions(session: Session, namespace: str | None, principal: str | None) -> 
         table = Table("principal", "namespace", "client", "state", box=box.SIMPLE_HEAD, pad_edge=False)
         for title in ("age", "heard of", "hosts", "leases", "writes", "pins"):
             table.add_column(title, justify="right")
+        table.add_column("reads by")
         for row in rows:
             counts = [str(row[name]) for name in ("hosts", "leases", "pending_writes", "pins")]
             times = [format_duration(row["age_ms"]), format_duration(row["idle_ms"])]
-            table.add_row(row["principal"], row["namespace"], row["client"], row["state"], *times, *counts)
+            who = [row[name] for name in ("principal", "namespace", "client", "state")]
+            table.add_row(*who, *times, *counts, ", ".join(row["transports"]))
         out.print(table if rows else "no sessions")
 
     session.emit({"sessions": rows}, human)

@@ -395,16 +395,26 @@ class HeartbeatRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTEXT_FIELD_NUMBER: _builtins.int
+    HOST_NQN_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
+    host_nqn: _builtins.str
+    """of the process that sends it"""
     @_builtins.property
     def context(self) -> Global___Context: ...
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """by which it reads volumes now, for people: block, rdma, tcp"""
+
     def __init__(
         self,
         *,
         context: Global___Context | None = ...,
+        host_nqn: _builtins.str = ...,
+        transports: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "host_nqn", b"host_nqn", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2225,6 +2235,7 @@ class SessionInfo(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     PENDING_WRITES_FIELD_NUMBER: _builtins.int
     PINS_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
     session: _builtins.bytes
     principal: _builtins.str
     namespace: _builtins.str
@@ -2242,6 +2253,10 @@ class SessionInfo(_message.Message):
     leases: _builtins.int
     pending_writes: _builtins.int
     pins: _builtins.int
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """by which its processes say that they read"""
+
     def __init__(
         self,
         *,
@@ -2257,10 +2272,11 @@ class SessionInfo(_message.Message):
         leases: _builtins.int = ...,
         pending_writes: _builtins.int = ...,
         pins: _builtins.int = ...,
+        transports: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "client", b"client", "generation", b"generation", "hosts", b"hosts", "idle_ms", b"idle_ms", "leases", b"leases", "namespace", b"namespace", "pending_writes", b"pending_writes", "pins", b"pins", "principal", b"principal", "session", b"session", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "client", b"client", "generation", b"generation", "hosts", b"hosts", "idle_ms", b"idle_ms", "leases", b"leases", "namespace", b"namespace", "pending_writes", b"pending_writes", "pins", b"pins", "principal", b"principal", "session", b"session", "state", b"state", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import forebay
 from forebay.cli.doctor.finding import Finding, fail, ok, warn
 from forebay.cli.sizes import format_size
+from forebay.client.transports.gpu_path import choose_gpu_path
 
 __all__ = ["check_clock", "check_gpu", "check_libraries", "check_limits", "check_nvme", "check_rdma"]
 
@@ -137,7 +138,7 @@ def check_nvme() -> Iterator[Finding]:
     told = ", ".join(f"{name} {state}" for name, state in states.items())
     tool = "nvme-cli is installed" if shutil.which("nvme") else "no nvme-cli"
     fabrics = "/dev/nvme-fabrics is there" if Path("/dev/nvme-fabrics").exists() else "no /dev/nvme-fabrics"
-    note = "clients bring their own initiator, so nothing of this is needed unless block devices are wanted"
+    note = "clients bring their own initiator, so nothing of this is needed unless as block devices: docs/transports.md"
     yield ok("kernel nvme", f"{told}; {fabrics}, {tool}; {note}")
 
 
@@ -164,7 +165,7 @@ def _read(path: Path) -> str:
 
 
 def check_gpu(root: Path = Path("/")) -> Iterator[Finding]:
-    """GPU direct storage, by paths alone: loading a library of another driver can hang."""
+    """GPU direct storage, by paths first: loading a library of another driver can hang."""
     driver = _read(root / "proc/driver/nvidia/version")
     if not driver and not (root / "dev/nvidiactl").exists():
         yield ok("gpu", "no NVIDIA driver: blocks are read into host memory")
@@ -172,6 +173,8 @@ def check_gpu(root: Path = Path("/")) -> Iterator[Finding]:
     yield ok("gpu", driver.splitlines()[0] if driver else "/dev/nvidiactl is there")
     filesystem = _read(root / "proc/driver/nvidia-fs/version") or (root / "sys/module/nvidia_fs").is_dir()
     libraries = sorted({str(p) for place in _GDS_PLACES for p in root.glob(f"{place}/libcufile.so*")})
+    path = choose_gpu_path(root=root)
+    yield ok("gpu path", f"block devices are read into GPU memory by {path.name}: {path.why}")
     if filesystem and libraries:
         yield ok("gpu direct", f"nvidia-fs is loaded; {libraries[0]}")
         return

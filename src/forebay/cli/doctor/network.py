@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from forebay.cli.context import Session
 from forebay.cli.doctor.finding import Finding, fail, ok, warn
 from forebay.cli.exits import advice
 from forebay.cli.sizes import format_duration
+from forebay.client.results import VolumeTransport
 from forebay.errors import ForebayError, PermissionDenied, Unauthenticated, Unavailable
 
-__all__ = ["check_node", "check_ports", "drives_in_use", "running_node"]
+__all__ = ["check_node", "check_ports", "check_transports", "drives_in_use", "running_node"]
 
 _PROBE_BYTES = 4096
 _PROBE_MS = 5_000
@@ -169,14 +170,30 @@ def _block(session: Session) -> Iterator[Finding]:
             found = client.get([key], deadline_ms=_PROBE_MS)[0]
             read_ms = (time.perf_counter() - began) * 1e3
             client.delete([key])
+            ways = client.transports(deadline_ms=_PROBE_MS)
     except ForebayError as e:
         yield fail(check, f"no session in {session.namespace}: {e.message or type(e).__name__}", advice(e))
         return
     if found.hit and found.value is not None and bytes(found.value) == value:
-        yield ok(check, f"4 KiB written in {wrote_ms:.1f} ms, read in {read_ms:.1f} ms over NVMe/TCP, removed")
+        yield ok(check, f"4 KiB written in {wrote_ms:.1f} ms, read in {read_ms:.1f} ms, removed")
     else:
         yield fail(
             check,
             f"a block was stored and not read: {found.reason}",
             "is target.listen an address that this machine reaches? `forebay help misses`",
         )
+    yield from check_transports(ways)
+
+
+def check_transports(ways: Sequence[VolumeTransport]) -> Iterator[Finding]:
+    """How this machine reads each volume, and why not by what would be better."""
+    for way in ways:
+        instead = "".join(f"; not by {name}: {reason}" for name, reason in way.instead_of.items())
+        if way.transport == "none":
+            yield fail(
+                "transport",
+                f"volume {way.volume} is not reached{instead}",
+                "FOREBAY_TRANSPORT allows one kind alone: unset it, or docs/transports.md",
+            )
+        else:
+            yield ok("transport", f"volume {way.volume} is read by {way.transport} ({way.place}){instead}")
