@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -116,9 +115,7 @@ async def _in_daemon(bench: Bench, folder: Path) -> tuple[list[float], list[floa
     async def replay() -> None:
         return
 
-    supervisor = Supervisor(
-        folder / "run", meta.node_id, replay, command=(sys.executable, "-m", "forebay.appliance.dataplane.target")
-    )
+    supervisor = Supervisor(folder / "run", meta.node_id, replay)
     await supervisor.start()
     target = EmbeddedTarget(JsonRpcClient(supervisor.socket), node="perf")
     try:
