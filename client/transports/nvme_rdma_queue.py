@@ -163,7 +163,7 @@ class RdmaQueue(IoQueue):
         while True:
             if self._link.wants_to_send:
                 self._link.flush()
-            while self.receive(CHUNK_BYTES):
+            while not done() and self.receive(CHUNK_BYTES):
                 pass
             if done():
                 return
@@ -258,10 +258,17 @@ class RdmaQueue(IoQueue):
         self._link.flush()
 
     def receive(self, budget_bytes: int) -> bool:
+        took = False
         while budget_bytes > 0:
-            events = self._link.receive(min(_EVENTS, -(-budget_bytes // _EVENT_BYTES)))
+            try:
+                events = self._link.receive(min(_EVENTS, -(-budget_bytes // _EVENT_BYTES)))
+            except ForebayError:
+                if took:
+                    break  # the end has its turn after what came before it, such as a refusal and why
+                raise
             if not events:
                 return False
+            took = True
             for event in events:
                 cid = self._note(event)
                 budget_bytes -= _EVENT_BYTES

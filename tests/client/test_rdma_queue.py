@@ -27,7 +27,7 @@ from forebay.errors import (
 )
 from forebay.ids import LBA_BYTES
 from forebay.nvmetcp import spec
-from forebay.nvmetcp.command import Command
+from forebay.nvmetcp.command import Command, identify
 from forebay.nvmetcp.spec import IoOpcode, Status
 from forebay.testing.transport_suite import Area, TransportSuite
 from tests.client import rdma_peer
@@ -372,3 +372,21 @@ def test_without_the_option_there_is_no_way_to_a_device(transport: rdma_peer.Tra
     assert not transport.capabilities.device_memory
     with pytest.raises(InvalidArgument):
         device_read(transport, StandInTensor(np.zeros(SIZE, np.uint8)), SIZE)
+
+
+def test_an_answer_counts_though_its_end_is_right_behind_it(peer: Peer) -> None:
+    """A target that refuses a host says why, and closes."""
+    wire = Wire(peer, 0, 64 << 10)
+    queue = RdmaQueue(wire, SystemClock(), peer.find, lambda like: peer.gpu(1 << 20))
+    take = wire.take
+
+    def closing(command: Command, key: int, inline: bytes | None) -> None:
+        take(command, key, inline)
+        wire.break_off("the target closed the connection")
+
+    wire.take = closing  # type: ignore[method-assign]
+    completion, raw = queue.execute(identify(0, spec.CnsValue.CONTROLLER), now_ms() + LONG_MS, read_bytes=4096)
+    assert completion.status == 0
+    assert any(raw)
+    assert not queue.usable()
+    queue.close()
