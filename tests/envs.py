@@ -58,8 +58,13 @@ class Environment:
         return f"no environment with {self.name}: " + (why.read_text() if why.exists() else self.made_by + " makes it")
 
     def variables(self) -> dict[str, str]:
-        """What processes in it need of the tree."""
-        return {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+        """What processes in it need of the tree, and of another version of vLLM (tests/connectors/overlay.py)."""
+        paths, added = [str(ROOT / "src"), str(ROOT)], {}
+        overlay = os.environ.get("FOREBAY_VLLM_OVERLAY") if self.name == "vllm" else None
+        if overlay:
+            paths.insert(0, overlay)
+            added["VLLM_TARGET_DEVICE"] = "cpu"  # its own name does not say so
+        return {**os.environ, **added, "PYTHONPATH": os.pathsep.join(paths)}
 
     def version(self, package: str) -> str:
         """Of a package in it."""

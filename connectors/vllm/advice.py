@@ -3,46 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from forebay.client import Describe, Hints
+from forebay.connectors.vllm.tier.hints import hints_of
 
 __all__ = ["Advice", "token_limit"]
 
 _LONGEST = 128
 """Characters of a name: the node takes 4 KiB about a block, and a request may bring any."""
 _HIGHEST = (1 << 32) - 1
+_SILENT = Hints()
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
     """Of one request of the engine, and all blocks that it is the first to save.
 
-    ``priority`` is vLLM's: 0 the usual, and the most urgent that the node is told of; a higher one is less urgent.
-    ``session`` names a conversation of several requests, ``adapter`` a LoRA adapter.
+    ``hints`` are None where it says nothing; ``adapter`` names its LoRA adapter.
     """
 
-    priority: int = 0
-    session: str = ""
+    hints: Hints | None = None
     adapter: str = ""
 
     @classmethod
     def of(cls, request: Any) -> Self:
-        """What a request (vLLM's `Request`) says of itself."""
-        adapter = request.lora_request
-        return cls(
-            min(max(0, int(getattr(request, "priority", 0) or 0)), _HIGHEST),
-            _name(getattr(request, "session_id", None)),
-            _name(None if adapter is None else adapter.lora_name),
-        )
+        """What a request (vLLM's `Request`) says: its ``forebay_hints``, else vLLM's own priority and session.
 
-    @property
-    def hints(self) -> Hints | None:
-        """For calls on these blocks; None if there is nothing to say."""
-        if not self.priority and not self.session:
-            return None
-        return Hints(priority_class=self.priority, session=self.session, origin="vllm")
+        vLLM's priority 0 is the usual one, and the most urgent that the node is told of; higher ones are less urgent.
+        """
+        priority = min(max(0, int(getattr(request, "priority", 0) or 0)), _HIGHEST)
+        session = _name(getattr(request, "session_id", None))
+        params = getattr(request, "kv_transfer_params", None)
+        said = hints_of(params if isinstance(params, dict) else None, None) or _SILENT
+        hints = replace(said, priority_class=said.priority_class or priority, session=said.session or session)
+        if hints != _SILENT:
+            hints = replace(hints, origin=hints.origin or "vllm")
+        adapter = request.lora_request
+        return cls(None if hints == _SILENT else hints, _name(None if adapter is None else adapter.lora_name))
 
     def describe(self, parents: Sequence[bytes], block_tokens: int) -> Describe:
         """For new blocks with these parents: the keys of the blocks before them, empty for a first one."""

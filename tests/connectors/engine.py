@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from forebay.ids import BlockKey
@@ -48,6 +49,30 @@ def make_model(directory: Path, sizes: dict[str, Any]) -> None:
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
 
 
+def make_adapter(directory: Path, seed: int) -> None:
+    """A LoRA adapter of the small model with random weights, in the form in which they are published."""
+    import torch
+    from safetensors.torch import save_file
+
+    directory.mkdir(exist_ok=True)
+    random, rank, tensors = torch.Generator().manual_seed(seed), 8, {}
+    hidden, heads, head = (SMALL_MODEL[name] for name in ("hidden_size", "num_attention_heads", "head_dim"))
+    for layer in range(int(SMALL_MODEL["num_hidden_layers"])):
+        for name, width in (("q_proj", heads * head), ("v_proj", SMALL_MODEL["num_key_value_heads"] * head)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, int(hidden), generator=random)
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(int(width), rank, generator=random)
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "adapter_model.safetensors")
+
+
 class Engine:
     """The engine and what may be asked of it."""
 
@@ -67,20 +92,43 @@ class Engine:
         }
         self.llm = LLM(str(model), **{**arguments, **config})
 
-    def generate(self, prompts: list[list[int]], max_tokens: int = 8, salt: str = "") -> dict[str, Any]:
-        """Greedy tokens of each prompt, and how many tokens of each came from a cache."""
-        from vllm import SamplingParams
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 8,
+        salt: str = "",
+        adapter: str = "",
+        extra: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Greedy tokens of each prompt, and how many tokens of each came from a cache.
 
-        params = SamplingParams(max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True)
+        ``adapter`` is the directory of a LoRA adapter, ``extra`` are the requests' ``kv_transfer_params``.
+        """
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": extra} if extra else None,
+        )
+        lora = LoRARequest("trained", 1, adapter) if adapter else None
         asked: list[Any] = [
             {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts
         ]
-        done = self.llm.generate(asked, params, use_tqdm=False)
+        done = self.llm.generate(asked, params, use_tqdm=False, lora_request=lora)
         return {
             "tokens": [list(each.outputs[0].token_ids) for each in done],
             "reasons": [each.outputs[0].finish_reason for each in done],
             "cached": [each.num_cached_tokens for each in done],
         }
+
+    def train(self, adapter: str, seed: int) -> dict[str, Any]:
+        """Make a LoRA adapter of random weights, or another one in its place."""
+        make_adapter(Path(adapter), seed)
+        return {}
 
     def abort(self, prompt: list[int], status: str) -> dict[str, Any]:
         """Begin a request, give it up as soon as it has that status, and step until the engine has let go of it."""
@@ -164,7 +212,7 @@ class Engine:
 
         from forebay.connectors.vllm.identity import check_supported
         from forebay.connectors.vllm.settings import Settings
-        from forebay.connectors.vllm.versions import check_version
+        from forebay.connectors.vllm.versions import check_version, imported
         from forebay.errors import ConfigInvalid
 
         config = self.llm.llm_engine.vllm_config
@@ -177,10 +225,13 @@ class Engine:
             ("parallel_config", "pipeline_parallel_size", 2),
             ("parallel_config", "decode_context_parallel_size", 2),
             ("kv_transfer_config", "kv_role", "kv_consumer"),
+            (None, "speculative_config", SimpleNamespace(method="eagle")),
         ):
-            changed, inner = copy.copy(config), copy.copy(getattr(config, part))
+            changed = copy.copy(config)
+            inner = changed if part is None else copy.copy(getattr(config, part))
             object.__setattr__(inner, name, value)
-            object.__setattr__(changed, part, inner)
+            if part is not None:
+                object.__setattr__(changed, part, inner)
             try:
                 check_supported(changed, kv_cache)
             except ConfigInvalid as e:
@@ -191,15 +242,28 @@ class Engine:
             check_version(Settings())
         except ConfigInvalid as e:
             found["version"] = str(e)
+        try:
+            imported("forebay.connectors.vllm.of_another_vllm")
+        except ConfigInvalid as e:
+            found["import"] = str(e)
         finally:
             vllm.__version__ = real
         return found
+
+    def described(self, keys: list[str]) -> dict[str, Any]:
+        """What the node knows of blocks beside their bytes: parent, tokens and adapter, and hints."""
+        stats = self._client().stat([bytes.fromhex(key) for key in keys])
+        found = [(stat.block.describe, stat.block.hints) for stat in stats]
+        return {
+            key: {**{n: v.hex() if isinstance(v, bytes) else v for n, v in describe.items()}, "hints": dict(hints)}
+            for key, (describe, hints) in zip(keys, found, strict=True)
+        }
 
     def metrics(self) -> dict[str, Any]:
         """External tokens asked for and hit, and the connector's own counters."""
         found: dict[str, float] = {}
         for metric in self.llm.get_metrics():
-            if any(word in metric.name for word in ("forebay", "external", "preemptions")):
+            if any(word in metric.name for word in ("forebay", "external", "preemptions", "spec_decode")):
                 reason = metric.labels.get("reason", "")
                 found[metric.name.removeprefix("vllm:") + (f":{reason}" if reason else "")] = getattr(
                     metric, "value", 0

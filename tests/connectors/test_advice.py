@@ -30,13 +30,22 @@ def test_priority_session_and_adapter() -> None:
 
 @pytest.mark.parametrize(("priority", "told"), [(-5, 0), (0, 0), (1 << 40, (1 << 32) - 1)])
 def test_a_priority_out_of_range_is_the_nearest(priority: int, told: int) -> None:
-    assert Advice.of(request(priority=priority)).priority == told
+    hints = Advice.of(request(priority=priority)).hints
+    assert (0 if hints is None else hints.priority_class) == told
 
 
 @pytest.mark.parametrize("name", ["x" * 10_000, "\ud800" * 300, "\N{GRINNING FACE}" * 2_000])
 def test_names_that_the_node_would_refuse_are_cut(name: str) -> None:
     advice = Advice.of(request(session_id=name, lora_request=Adapter(lora_name=name)))
-    assert len(advice.session.encode()) <= 512 and len(advice.adapter.encode()) <= 512
+    assert advice.hints is not None
+    assert len(advice.hints.session.encode()) <= 512 and len(advice.adapter.encode()) <= 512
+
+
+def test_hints_that_a_request_brings_come_first() -> None:
+    brought = {"forebay_hints": {"session": "of a router", "expected_reuse": 4, "nonsense": 1}}
+    advice = Advice.of(request(priority=1, session_id="talk", kv_transfer_params=brought))
+    assert advice.hints == Hints(priority_class=1, session="of a router", expected_reuse=4, origin="vllm")
+    assert Advice.of(request(kv_transfer_params={"forebay_hints": "loud"})) == Advice()
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,23 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forebay.client import Admin
-from tests.client.conftest import NodeProcess, eventually
+from tests.client.conftest import eventually
+from tests.connectors.liar import LyingNode
 from tests.connectors.process import BLOCK, BLOCK_BYTES, BLOCKS, WHOLE, EngineProcess, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 LONG_ANSWER = 100
 LOAD_TIMEOUT_MS = 3_000
+SAVE_TIMEOUT_MS = 10_000
+LORA = {"enable_lora": True, "max_lora_rank": 8}
 SMALL = {"kv_cache_memory_bytes": 22 * BLOCK_BYTES, "max_model_len": 512, "max_num_batched_tokens": 128}
 
 
@@ -31,13 +35,15 @@ class Scene:
 
     SHARED, MIXED, SALTED, ROTTEN, LATE, GIVEN_UP, FULL, AWAY, FORGED, STALE = (prompt(seed) for seed in range(10))
     LONG = tuple(prompt(seed) for seed in range(10, 13))
+    STOPPED, KILLED, GONE, DROPPED, CORRUPTED, WRONG, SLOW = (prompt(seed) for seed in range(13, 20))
+    TUNED = prompt(20)
 
     def __init__(self, directory: Path) -> None:
         self.model = directory / "model"
-        self.node = NodeProcess(directory / "data")
+        self.node = LyingNode(directory / "data")
         self.node.stop()
         instant = {"guard": True, "prefill_tokens_per_s": 1 << 40}
-        first = EngineProcess(self.node, self.model, directory / "first.log", extra=instant)
+        first = EngineProcess(self.node, self.model, directory / "first.log", extra=instant, **LORA)
         try:
             self._compute(first, directory / "first.log")
             first.end()
@@ -46,10 +52,12 @@ class Scene:
             self.mode_file = directory / "mode"
             settings = {
                 "load_timeout_ms": LOAD_TIMEOUT_MS,
+                "save_timeout_ms": SAVE_TIMEOUT_MS,
                 "probe_timeout_ms": 30_000,
                 "mode_file": str(self.mode_file),
             }
-            self.engine = EngineProcess(self.node, self.model, directory / "second.log", extra=settings, **SMALL)
+            self.log = directory / "second.log"
+            self.engine = EngineProcess(self.node, self.model, self.log, extra=settings, **SMALL, **LORA)
             eventually(lambda: self.engine.ask("connected")["both"], "the second engine's session", 60)
         except BaseException:
             first.kill()
@@ -69,6 +77,13 @@ class Scene:
             self.AWAY,
             self.FORGED,
             self.STALE,
+            self.STOPPED,
+            self.KILLED,
+            self.GONE,
+            self.DROPPED,
+            self.CORRUPTED,
+            self.WRONG,
+            self.SLOW,
         ]
         computed = first.generate(*everything)
         self.long = first.generate(*self.LONG, max_tokens=LONG_ANSWER)["tokens"]
@@ -92,6 +107,21 @@ class Scene:
             assert answer["tokens"] == [self.answer(self.SHARED)]
             self.guarded.append(answer["cached"][0])
         self.first_metrics = first.ask("metrics")
+        self._tune(first)
+
+    def _tune(self, first: EngineProcess) -> None:
+        """What an adapter stored, which is then trained anew in its place."""
+        self.adapter = str(self.model.parent / "adapter")
+        first.ask("train", adapter=self.adapter, seed=1)
+        before = first.count("forebay_stored_blocks")
+        self.before_training = first.generate(self.TUNED, adapter=self.adapter)["tokens"]
+
+        def stored() -> bool:
+            first.generate([1, 2, 3])  # counts come with the engine's steps
+            return first.count("forebay_stored_blocks") >= before + BLOCKS
+
+        eventually(stored, "the adapter's blocks", 60)
+        first.ask("train", adapter=self.adapter, seed=2)
 
     def answer(self, prompt: list[int]) -> list[int]:
         """What the first engine computed without storage."""
@@ -134,11 +164,13 @@ def test_what_is_not_supported_is_refused_at_start_in_words(scene: Scene) -> Non
     said = scene.engine.ask("refusals")
     assert "--prefix-caching-hash-algo=sha256_cbor" in said.pop("prefix_caching_hash_algo")
     assert "0.99.1" in said["version"] and "untested_engine" in said.pop("version")
+    assert "0.99.1" in said["import"] and "of_another_vllm" in said.pop("import")
     assert {name: "does not support" in text for name, text in said.items()} == {
         "enable_prefix_caching": True,
         "pipeline_parallel_size": True,
         "decode_context_parallel_size": True,
         "kv_role": True,
+        "speculative_config": True,
     }
 
 
@@ -149,6 +181,18 @@ def test_a_fresh_process_gets_exactly_what_another_stored(scene: Scene) -> None:
     assert scene.engine.count("external_prefix_cache_hits") == hits + WHOLE
     assert scene.engine.count("forebay_loaded_blocks") == loaded + BLOCKS
     assert scene.engine.count("forebay_loaded_bytes") == scene.engine.count("forebay_loaded_blocks") * BLOCK_BYTES
+
+
+def test_a_router_is_told_what_a_block_follows(scene: Scene) -> None:
+    keys = scene.engine.ask("keys", prompt=scene.SHARED)["keys"][:BLOCKS]
+    told = scene.engine.ask("described", keys=keys)
+    assert [told[key]["parent"] for key in keys] == ["", *keys[:-1]]
+    assert {told[key]["block_tokens"] for key in keys} == {BLOCK}
+
+
+def test_a_request_bounds_what_is_loaded_for_it(scene: Scene) -> None:
+    assert scene.again(scene.SHARED, extra={"max_load_tokens": 2 * BLOCK + 1}) == 2 * BLOCK
+    assert scene.again(scene.SHARED, extra={"max_load_tokens": 0}) == 0
 
 
 def test_what_comes_slower_than_it_is_computed_is_computed(scene: Scene) -> None:
@@ -264,7 +308,7 @@ def test_a_node_without_room_stores_nothing_and_disturbs_nobody(scene: Scene) ->
             scene.engine.ask("settle")
             blocks = len(scene.engine.ask("blocks"))
             assert scene.again(scene.FULL) == 0
-            eventually(lambda: _unstored(scene) > 0, "a refusal")
+            eventually(lambda: _unstored(scene, "quota_exceeded") > 0, "a refusal")
             assert len(scene.engine.ask("blocks")) == blocks
         finally:
             admin.update_namespace("default/default", quota_bytes=0, eviction="lru")
@@ -272,9 +316,107 @@ def test_a_node_without_room_stores_nothing_and_disturbs_nobody(scene: Scene) ->
     assert scene.again(scene.FULL) == WHOLE
 
 
-def _unstored(scene: Scene) -> float:
+def _unstored(scene: Scene, reason: str) -> float:
     scene.engine.generate([1, 2, 3])  # counts come with the engine's steps
-    return scene.engine.count("forebay_unstored_blocks:quota_exceeded")
+    return scene.engine.count(f"forebay_unstored_blocks:{reason}")
+
+
+def test_an_adapter_that_was_trained_anew_gets_nothing_of_the_old_one(scene: Scene) -> None:
+    def tuned() -> tuple[int, list[list[int]]]:
+        assert scene.engine.ask("forget") == {"dropped": True}
+        answer = scene.engine.generate(scene.TUNED, adapter=scene.adapter)
+        scene.engine.ask("settle")
+        return answer["cached"][0], answer["tokens"]
+
+    cached, computed = tuned()
+    assert cached == 0 and computed != scene.before_training, "under one name and path, and so one hash of vLLM's"
+    assert tuned() == (WHOLE, computed)
+    plain = scene.engine.generate(scene.TUNED)
+    assert plain["cached"] == [0] and plain["tokens"] not in (computed, scene.before_training)
+    # Trained once more while the engine has it loaded: which of the two its blocks are of nobody can say.
+    scene.engine.ask("train", adapter=scene.adapter, seed=3)
+    scene.engine.ask("settle")
+    before = len(scene.engine.ask("blocks"))
+    assert tuned()[0] == 0 and tuned()[0] == 0
+    assert len(scene.engine.ask("blocks")) == before
+    assert "has changed" in scene.log.read_text()
+
+
+def test_a_target_that_stops_during_a_save_holds_up_nothing(scene: Scene) -> None:
+    target = scene.node.target_pid
+    scene.node.lie("slow")
+    os.kill(target, signal.SIGSTOP)
+    try:
+        assert scene.again(scene.STOPPED) == 0
+        scene.engine.ask("settle")  # the save has ended, and the target has not answered
+        eventually(lambda: _unstored(scene, "deadline_exceeded") > 0, "a save that was given up", 60)
+    finally:
+        scene.node.lie("")
+        with suppress(ProcessLookupError):  # the node has given it up meanwhile, and started another one
+            os.kill(target, signal.SIGCONT)
+    eventually(lambda: scene.again(scene.STOPPED) == WHOLE, "the target", 60)
+
+
+@pytest.mark.parametrize("who", ["target", "node"])
+def test_who_is_killed_during_a_save_is_computed_around(scene: Scene, who: str) -> None:
+    wanted = scene.KILLED if who == "target" else scene.GONE
+    scene.node.lie("slow")
+    try:
+        assert scene.again(wanted) == 0  # and the save is under way
+        if who == "target":
+            scene.node.kill_target()
+        else:
+            scene.node.kill()
+    finally:
+        scene.node.lie("")
+    for _ in range(3):
+        scene.again(wanted)
+    if who == "node":
+        scene.node.start()
+    eventually(lambda: scene.again(wanted) == WHOLE, "the node", 60)
+
+
+@pytest.mark.parametrize("lie", ["drop", "corrupt"])
+def test_what_a_target_only_says_it_wrote_is_computed_and_stored_again(scene: Scene, lie: str) -> None:
+    wanted = scene.DROPPED if lie == "drop" else scene.CORRUPTED
+    scene.node.lie(lie)
+    try:
+        scene.store(wanted)
+    finally:
+        scene.node.lie("")
+    lost = scene.engine.count("forebay_lost_blocks:checksum_mismatch")
+    scene.again(wanted)
+    assert scene.engine.count("forebay_lost_blocks:checksum_mismatch") > lost
+    eventually(lambda: scene.again(wanted) == WHOLE, "whole again", 60)
+
+
+def test_a_target_that_reads_slowly_or_wrong_changes_no_token(scene: Scene) -> None:
+    scene.store(scene.WRONG)
+    lost = scene.engine.count("forebay_lost_blocks:checksum_mismatch")
+    scene.node.lie("wrong_reads")
+    try:
+        scene.again(scene.WRONG)
+        assert scene.engine.count("forebay_lost_blocks:checksum_mismatch") > lost
+    finally:
+        scene.node.lie("")
+    eventually(lambda: scene.again(scene.WRONG) == WHOLE, "the truth", 60)
+    scene.node.lie("slow_reads")
+    try:
+        scene.again(scene.WRONG)  # as it comes: in time, or computed
+    finally:
+        scene.node.lie("")
+    eventually(lambda: scene.again(scene.WRONG) == WHOLE, "in time", 60)
+
+
+def test_a_target_that_writes_slowly_holds_up_nothing(scene: Scene) -> None:
+    scene.node.lie("slow")
+    try:
+        for _ in range(3):
+            scene.again(scene.SLOW)
+        scene.engine.ask("settle")
+    finally:
+        scene.node.lie("")
+    eventually(lambda: scene.again(scene.SLOW) == WHOLE, "what is quick", 60)
 
 
 def test_what_is_loaded_is_what_is_used(scene: Scene) -> None:

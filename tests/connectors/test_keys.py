@@ -43,6 +43,10 @@ def test_golden_vectors() -> None:
     assert model.hex() == "6a39f41313aa1ee7e444ecbad8c9a9fec932a4b046e7ba00bb125a443f725167"
     schema = Schema("vllm", model, HashAlgorithm(STABLE_HASH, 16), (tiled(GROUP, max_ranks=8),), probe=HASH)
     assert schema.keyspace.hex() == "d6271ee2bd6ac840dcb63bdff7b84c65e5614d23d3ef4363dc11af364b761bd1"
+    drafting = replace(schema, draft=model_digest(HASH, {"method": "eagle"}))
+    assert drafting.keyspace.hex() == "cc2e04e09a52dc071448a33ae0862668b21ff98548f594104fb4eb9673dc1515"
+    seeing = replace(schema, processor=files_digest(Path("/"), []))
+    assert seeing.keyspace.hex() == "86a222acd4b09b669b92aebc330727c451b7ef50da259e65a7fc35736e0e179d"
 
 
 def test_files_by_name_and_content(tmp_path: Path) -> None:

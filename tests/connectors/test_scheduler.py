@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from forebay.client import Client, WritePlan
+from forebay.client import Client, Hints, WritePlan
 from forebay.connectors.vllm import scheduler
 from forebay.connectors.vllm.advice import Advice
 from forebay.connectors.vllm.messages import Load, Rows, WorkerReport
@@ -365,7 +365,8 @@ def test_what_a_request_says_goes_with_its_blocks(make: Make) -> None:
         bench.arrive(each)
     work = bench.half.step(Output({each.request_id: each.num_prompt_tokens for each in (one, two, three)}))
     first, second, third = work.saves
-    assert first.advice == Advice(2, "talk") and second.advice == Advice() and third.advice == Advice(session="late")
+    assert first.advice.hints == Hints(priority_class=2, session="talk", origin="vllm")
+    assert second.advice == Advice() and third.advice.hints == Hints(session="late", origin="vllm")
     assert first.rows.keys == tuple(hashes("one")) and first.parents == (b"", *hashes("one")[:-1])
     assert third.rows.keys == tuple(hashes("three", 3)), "what another saves in this step is saved once"
     assert third.parents == (hashes("one", 2)[1], *hashes("three", 2))
