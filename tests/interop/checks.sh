@@ -1,6 +1,6 @@
 # Runs in the guest: Linux's initiator, and nvme-cli, at targets of the other side. test_kernel.py reads what it prints.
 . /share/guest.sh
-. /share/settings # RAW FENCED CLOSED PORT HOSTNQN HOSTID, and a port a target of `replayed`
+. /share/settings # RAW FENCED CLOSED SECURE PORT HOSTNQN HOSTID SECRET CONTROLLER_SECRET, a port a target of `replayed`
 modprobe -a nvme-tcp
 T="-t tcp -a 10.0.2.2 -s $PORT"
 ME="-q $HOSTNQN -I $HOSTID"
@@ -92,6 +92,35 @@ fenced() {
 
 wrong_host() { ! nvme connect $T -n "$CLOSED" $ME; }
 
+authenticated() { # both ways, by each hash and group that the other side may want
+  for agreed in $AGREED; do
+    ask "agree_$agreed"
+    attach "$SECURE" -i 2 -S "$SECRET" -C "$CONTROLLER_SECRET"
+    dd if=/dev/urandom of=/tmp/proven bs=64k count=4 2>/dev/null
+    dd if=/tmp/proven of=/dev/nvme0n1 bs=64k oflag=direct
+    dd if=/dev/nvme0n1 bs=64k count=4 iflag=direct | cmp - /tmp/proven
+  done
+  ask agree_0
+  attach "$SECURE" -i 1 -S "$SECRET" # the host alone
+  dd if=/dev/nvme0n1 bs=64k count=4 iflag=direct | cmp - /tmp/proven
+}
+
+authenticated_again() { # while connected, when its secret is set
+  local secret=/sys/class/nvme/nvme0/dhchap_secret
+  grep -qxF "$SECRET" $secret
+  dmesg -c > /dev/null
+  echo "$SECRET" > $secret
+  dd if=/dev/nvme0n1 bs=64k count=4 iflag=direct | cmp - /tmp/proven
+  detach
+}
+
+not_authenticated() {
+  local wrong=$(nvme gen-dhchap-key -m 1 -n "$HOSTNQN")
+  ! nvme connect $T -n "$SECURE" $ME
+  ! nvme connect $T -n "$SECURE" $ME -S "$wrong"
+  ! nvme connect $T -n "$SECURE" $ME -S "$SECRET" -C "$wrong"
+}
+
 restart() {
   attach "$RAW" -i 2 -c 1 -l 120 -k 5
   verify restarted --size=18M --rw=randwrite --bsrange=4k-256k --iodepth=8 --rate=6m > /tmp/fio.out 2>&1 & job=$!
@@ -131,6 +160,6 @@ replayed_undefended() { replayed undefended "$UNDEFENDED"; }
 
 dmesg -c > /dev/null
 for name in discover several_queues fio_verify flush deallocate prints namespaces_come_and_go digests fenced wrong_host \
-  restart keep_alive replayed_product replayed_undefended; do
+  authenticated authenticated_again not_authenticated restart keep_alive replayed_product replayed_undefended; do
   check $name
 done

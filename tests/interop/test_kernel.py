@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from forebay.nvmetcp.secret import HostSecrets, Secret
+from forebay.nvmetcp.spec import DhchapHash
 from tests.appliance.target.conftest import eventually
 from tests.appliance.target.host import HOST_ID, HOST_NQN
 from tests.appliance.target.test_process import Process
@@ -21,6 +24,9 @@ pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 RAW = "nqn.2026-01.io.forebay:interop:raw"
 FENCED = "nqn.2026-01.io.forebay:interop:fenced"
 CLOSED = "nqn.2026-01.io.forebay:interop:closed"
+SECURE = "nqn.2026-01.io.forebay:interop:secure"
+SECRETS = HostSecrets(Secret(bytes(range(64)), DhchapHash.SHA512), Secret(bytes(range(32, 64))))
+AGREED = [("sha256", "null"), ("sha384", "ffdhe2048"), ("sha512", "ffdhe4096"), ("sha256", "ffdhe8192")]
 VOLUME_BYTES = 64 << 20
 LIMIT_S = 300
 
@@ -38,6 +44,7 @@ class Target:
             "show": lambda: self._call("nvmf_ns_add_host", nqn=RAW, nsid=3, host=HOST_NQN),
             "hide": lambda: self._call("nvmf_ns_remove_host", nqn=RAW, nsid=3, host=HOST_NQN),
             "restart": self._restart,
+            **{f"agree_{n}": partial(self._agree, *one) for n, one in enumerate(AGREED)},
             "expired": lambda: eventually(self._expired, "the target noticed the silence", 25),
         }
 
@@ -51,13 +58,13 @@ class Target:
         directory.mkdir()
         self._processes.append(Process(directory))
         self._call("nvmf_create_transport", trtype="TCP")
-        for name in "abcd":
+        for name in "abcde":
             path = self._directory / f"{name}.vol"
             with path.open("ab") as file:
                 os.truncate(file.fileno(), VOLUME_BYTES)
             self._call("bdev_aio_create", name=name, filename=str(path), block_size=4096)
             self._call("forebay_bdev_set_mode", name=name, mode="fenced" if name == "d" else "raw")
-        for nqn, any_host in ((RAW, True), (FENCED, True), (CLOSED, False)):
+        for nqn, any_host in ((RAW, True), (FENCED, True), (CLOSED, False), (SECURE, False)):
             self._call("nvmf_create_subsystem", nqn=nqn, serial_number="INTEROP", allow_any_host=any_host)
             address = {"trtype": "TCP", "adrfam": "IPv4", "traddr": "127.0.0.1", "trsvcid": str(self.port)}
             self._call("nvmf_subsystem_add_listener", nqn=nqn, listen_address=address)
@@ -67,11 +74,23 @@ class Target:
         hidden = {"bdev_name": "c", "nsid": 3, "no_auto_visible": True}
         self._call("nvmf_subsystem_add_ns", nqn=RAW, namespace=hidden)
         self._call("nvmf_subsystem_add_ns", nqn=FENCED, namespace={"bdev_name": "d", "nsid": 1})
+        self._call("nvmf_subsystem_add_ns", nqn=SECURE, namespace={"bdev_name": "e", "nsid": 1})
+        for name, secret in (("host", SECRETS.host), ("controller", SECRETS.controller)):
+            assert secret is not None
+            path = directory / name
+            path.touch(mode=0o600)
+            path.write_text(secret.text())
+            self._call("keyring_file_add_key", name=name, path=str(path))
+        keys = {"dhchap_key": "host", "dhchap_ctrlr_key": "controller"}
+        self._call("nvmf_subsystem_add_host", nqn=SECURE, host=HOST_NQN, **keys)
         self._call("forebay_grants_add", name="d", hosts=[[HOST_NQN, str(HOST_ID)]], grants=[[1, 0, 64, 0]])
 
     def _call(self, method: str, **params: object) -> None:
         with self.process.client() as client:
             getattr(client, method)(**params)
+
+    def _agree(self, digest: str, group: str) -> None:
+        self._call("nvmf_set_config", dhchap_digests=[digest], dhchap_dhgroups=[group])
 
     def _add_ns(self, name: str, nsid: int) -> None:
         uuid = f"0f0f0f0f-1111-2222-3333-44444444444{nsid}"
@@ -98,7 +117,10 @@ class Target:
 def checks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Check]]:
     directory = tmp_path_factory.mktemp("interop")
     share = directory / "share"
-    names: dict[str, object] = {"RAW": RAW, "FENCED": FENCED, "CLOSED": CLOSED, "HOSTNQN": HOST_NQN, "HOSTID": HOST_ID}
+    names: dict[str, object] = {"RAW": RAW, "FENCED": FENCED, "CLOSED": CLOSED, "SECURE": SECURE}
+    names |= {"HOSTNQN": HOST_NQN, "HOSTID": HOST_ID, "AGREED": f"'{' '.join(map(str, range(len(AGREED))))}'"}
+    assert SECRETS.controller is not None
+    names |= {"SECRET": SECRETS.host.text(), "CONTROLLER_SECRET": SECRETS.controller.text()}
     target = Target(directory)
     replays = {name: Replay(directory / name, FENCED, defended=name == "product") for name in ("product", "undefended")}
     for name, replay in replays.items():
@@ -127,6 +149,8 @@ def checks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Check
         "namespaces_come_and_go",
         "digests",
         "fenced",
+        "authenticated",
+        "authenticated_again",
         "restart",
         "keep_alive",
     ],
@@ -137,14 +161,34 @@ def test_check(checks: dict[str, Check], name: str) -> None:
 
 def test_discover(checks: dict[str, Check]) -> None:
     output = passed(checks, "discover")
-    assert re.findall(r"^subnqn: +(\S+)$", output, re.MULTILINE) == [RAW, FENCED]  # and not what is closed to it
-    assert re.findall(r"^traddr: +(\S+)$", output, re.MULTILINE) == ["127.0.0.1"] * 2
+    assert re.findall(r"^subnqn: +(\S+)$", output, re.MULTILINE) == [
+        RAW,
+        FENCED,
+        SECURE,
+    ]  # and not what is closed to it
+    assert re.findall(r"^traddr: +(\S+)$", output, re.MULTILINE) == ["127.0.0.1"] * 3
     assert "unrecognized" not in output
 
 
 def test_wrong_host(checks: dict[str, Check]) -> None:
     passed(checks, "wrong_host")
     assert re.search(r"does not allow host|Connect .*(host|0x4184|384)", checks["wrong_host"].kernel)
+
+
+def test_what_is_agreed_on_is_what_the_kernel_says(checks: dict[str, Check]) -> None:
+    kernel = checks["authenticated"].kernel
+    told = re.findall(r"qid 0: authenticated with hash hmac\((\w+)\) dhgroup (\w+)", kernel)
+    assert told == [*AGREED, AGREED[0]]
+    assert kernel.count("controller authenticated") == len(AGREED)
+    assert "qid 0: authenticated with hash" in checks["authenticated_again"].kernel
+
+
+def test_without_the_secrets_there_is_no_way_in(checks: dict[str, Check]) -> None:
+    passed(checks, "not_authenticated")
+    assert re.search(r"no key|authentication required|Failed to configure", checks["not_authenticated"].kernel), checks[
+        "not_authenticated"
+    ].kernel
+    assert "controller authentication failed" in checks["not_authenticated"].kernel
 
 
 def test_what_nvme_cli_prints(checks: dict[str, Check]) -> None:
@@ -171,7 +215,18 @@ def test_what_nvme_cli_prints(checks: dict[str, Check]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["discover", "several_queues", "fio_verify", "flush", "deallocate", "prints", "namespaces_come_and_go", "digests"],
+    [
+        "discover",
+        "several_queues",
+        "fio_verify",
+        "flush",
+        "deallocate",
+        "prints",
+        "namespaces_come_and_go",
+        "digests",
+        "authenticated",
+        "authenticated_again",
+    ],
 )
 def test_the_kernel_complains_of_nothing(checks: dict[str, Check], name: str) -> None:
     assert not complaints(checks[name])

@@ -133,6 +133,10 @@ class Controller:
         To be asked often: what was `heard` since the last time counts as heard now.
         """
         now_ms = self._clock.monotonic_ms()
+        admin = self.queues.get(0)
+        if admin is not None and not admin.ready:
+            # A host that proves who it is is at work; its time for that is limited otherwise.
+            self.heard = True
         if self.heard:
             self.heard = False
             self._heard_ms = now_ms

@@ -44,6 +44,8 @@ class TargetLimits:
     """Digests that a host may have: 1 of headers, 2 of data, 3 both, 0 none."""
     connect_timeout_s: float = 10.0
     """A new connection has so long, all in all, until its Connect command is here."""
+    proof_timeout_s: float = 60.0
+    """And so long until its host has proven who it is, if it has to: large groups take a slow host seconds."""
 
     def __post_init__(self) -> None:
         for name in ("in_capsule_bytes", "max_command_bytes", "max_h2c_data_bytes", "chunk_bytes"):
@@ -62,6 +64,7 @@ class TargetLimits:
             "digests": (0, 3),
             "io_timeout_s": (0.01, 3600),
             "connect_timeout_s": (0.01, 3600),
+            "proof_timeout_s": (0.01, 3600),
         }
         for name, (low, high) in ranges.items():
             if not low <= getattr(self, name) <= high:

@@ -93,6 +93,12 @@ class Queue:
         """The address of this end, which is where the host found the target."""
         return self._stream.local_address
 
+    def overdue(self, now_s: float) -> bool:
+        """Whether it should take commands by now, and does not."""
+        limits = self._limits
+        limit_s = limits.connect_timeout_s if self.controller is None else limits.proof_timeout_s
+        return not self.ready and now_s - self.accepted_s > limit_s
+
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -286,6 +292,8 @@ class Queue:
             self._sq_head = 1 % entries if self._flow_control else 0xFFFF
             if self.proof is None:
                 self.proven()
+            else:
+                self._stream.set_timeout(self._limits.proof_timeout_s)
         self.respond(command, status, result)
 
     def proven(self) -> None:

@@ -374,8 +374,8 @@ class Server:
             now_s = time.monotonic()
             with self.lock:
                 for queue in self.queues:
-                    if not queue.ready and now_s - queue.accepted_s > self.limits.connect_timeout_s:
-                        log.info("%s: not connected within %g s", queue.peer, self.limits.connect_timeout_s)
+                    if queue.overdue(now_s):
+                        log.info("%s: not connected in time", queue.peer)
                         queue.cut()
                 late = [one for one in self.controllers if not one.closing and one.expired()]
                 for controller in late:

@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 from spdk.rpc.client import JSONRPCException  # type: ignore[import-untyped]
 
+from forebay.appliance.dataplane.target.keyring import HostKeys
 from forebay.client.transports.base import ReadOp, Segment, WriteOp
 from forebay.client.transports.controller import SubsystemAddress
 from forebay.client.transports.nvme_tcp import NvmeTcpTransport
-from forebay.clock import SystemClock
+from forebay.clock import ManualClock, SystemClock
 from forebay.errors import ForebayError, TargetRefused
 from forebay.ids import HostIdentity
 from forebay.nvmetcp import command, spec
-from forebay.nvmetcp.authentication import MAX_MESSAGE_BYTES, ControllerAuthentication, HostAuthentication
+from forebay.nvmetcp.authentication import MAX_MESSAGE_BYTES, ControllerAuthentication, HostAuthentication, Step
 from forebay.nvmetcp.command import Command, Completion
 from forebay.nvmetcp.secret import HostSecrets, Secret
 from forebay.nvmetcp.spec import Status
-from tests.appliance.target.conftest import eventually
+from tests.appliance.target.conftest import Rig, eventually
 from tests.appliance.target.host import HOST_ID, HOST_NQN, OTHER_ID, OTHER_NQN, RawHost
 from tests.appliance.target.test_process import Process
 
@@ -260,13 +261,12 @@ def test_an_io_queue_has_to_prove_itself_too(node: Node) -> None:
         assert queue.read(0, 1)[1] == b"a" * 4096
 
 
-def authenticate(host: RawHost) -> None:
-    mine = proof()
-    assert send(host, mine.start()).status == 0
-    reply = mine.received(receive(host)[1])
-    assert reply is not None and send(host, reply).status == 0
-    last = mine.received(receive(host)[1])
-    assert last is not None and send(host, last).status == 0
+def authenticate(host: RawHost, secrets: HostSecrets = BOTH) -> None:
+    mine = proof(secrets)
+    message: bytes | None = mine.start()
+    while message is not None:
+        assert send(host, message).status == 0
+        message = mine.received(receive(host)[1]) if mine.step is not Step.AUTHENTICATED else None
 
 
 def test_a_host_may_prove_itself_again(host: RawHost) -> None:
@@ -329,7 +329,7 @@ def test_a_host_that_does_not_believe_the_controller_says_so(node: Node, host: R
 def test_one_that_stops_half_way_is_cut_off(tmp_path: Path) -> None:
     directory = tmp_path / "node"
     directory.mkdir()
-    node = Node(directory, "--connect-timeout-s", "0.3")
+    node = Node(directory, "--proof-timeout-s", "0.3")
     try:
         with RawHost(node.port).initialize() as host:
             host.connect(NQN)
@@ -338,3 +338,21 @@ def test_one_that_stops_half_way_is_cut_off(tmp_path: Path) -> None:
     finally:
         node.process.process.terminate()
         node.process.process.wait(10)
+
+
+def test_the_keep_alive_timer_waits_for_the_proof(disk_rig: Rig) -> None:
+    """A slow host with a large group must not lose its controller while it computes."""
+    clock = ManualClock()
+    keys = HostKeys("k", None, HostSecrets(HOST_KEY))
+    disk_rig.subsystem.hosts[HOST_NQN] = keys
+    with RawHost(disk_rig.port).initialize() as host:
+        assert host.connect(NQN, keep_alive_ms=1000).status == 0
+        (controller,) = disk_rig.server.controllers
+        controller._clock = clock
+        controller.expired()
+        clock.advance(3_600_000)
+        assert not controller.expired()
+        authenticate(host, HostSecrets(HOST_KEY))
+        controller.expired()
+        clock.advance(3_600_000)
+        assert controller.expired()
