@@ -22,6 +22,7 @@ from forebay.client.transports.nvme_tcp import NvmeTcpTransport
 from forebay.client.transports.options import NvmeTcpOptions
 from forebay.clock import Clock
 from forebay.ids import HostIdentity
+from tests import targets
 
 NQN = "nqn.2026-11.test:client"
 VOLUME_BYTES = 64 << 20
@@ -128,6 +129,15 @@ def target(tmp_path: Path) -> Iterator[TargetProcess]:
     target.stop()
 
 
+@pytest.fixture(autouse=True)
+def capable(request: pytest.FixtureRequest) -> None:
+    """Skip a test that needs what the target of its node cannot do."""
+    if not request.node.get_closest_marker("fencing") or "shared_node" not in request.fixturenames:
+        return
+    if not targets.able(request.getfixturevalue("shared_node").kind).fencing:
+        pytest.skip("the target of this node does not refuse writes outside grants")
+
+
 class NodeAccess:
     """Something that clients can connect to."""
 
@@ -187,6 +197,11 @@ class NodeProcess(NodeAccess):
         os.kill(target_pid, signal.SIGKILL)
 
     @property
+    def kind(self) -> str:
+        """Which target it has."""
+        return self.environment.get("FOREBAY_TARGET_KIND", targets.KIND)
+
+    @property
     def target_pid(self) -> int:
         """Of the target as it is now; the node starts it again when it dies."""
         with self.admin() as admin:
@@ -202,10 +217,10 @@ class NodeProcess(NodeAccess):
         self.process.wait(30)
 
 
-@pytest.fixture(scope="module")
-def shared_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    """One node for the tests of a module that do it no harm."""
-    node = NodeProcess(tmp_path_factory.mktemp("node") / "data")
+@pytest.fixture(scope="module", params=targets.EACH)
+def shared_node(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[NodeProcess]:
+    """One node for the tests of a module that do it no harm, with either target."""
+    node = NodeProcess(tmp_path_factory.mktemp("node") / "data", **targets.environment(request.param))
     yield node
     node.stop()
 

@@ -36,7 +36,6 @@ from forebay.errors import (
 )
 from forebay.ids import MAX_KEY_BYTES, MAX_VALUE_BYTES, BlockKey
 from forebay.schema import Group, HashAlgorithm, Schema
-from tests import targets
 from tests.client.conftest import NodeProcess, eventually
 
 OPTIONS = ClientOptions(deadline_ms=30_000)
@@ -414,7 +413,7 @@ def test_administration(shared_node: NodeProcess) -> None:
             admin.delete_namespace("team/kv")
         assert admin.delete_namespace("team/kv", force=True).blocks == 1
         status = admin.status()
-        assert status.target_kind == targets.KIND
+        assert status.target_kind == shared_node.kind
         assert status.drives
         token = admin.create_principal("p").token
         assert admin.rotate_token("p").token != token
