@@ -48,7 +48,13 @@ def check_supported(config: Any, kv_cache: Any, settings: Settings | None = None
     _need(parallel.pipeline_parallel_size == 1, "pipeline parallelism yet", "pipeline_parallel_size")
     _need(parallel.decode_context_parallel_size == 1, "context parallelism yet", "decode_context_parallel_size")
     _need(parallel.prefill_context_parallel_size == 1, "context parallelism yet", "prefill_context_parallel_size")
-    _need(config.speculative_config is None, "speculative decoding yet", "speculative_config")
+    guesses = config.speculative_config
+    # What n-grams guess is checked by the model itself, and only what it accepted is hashed.
+    _need(
+        guesses is None or guesses.method == "ngram",
+        "speculative decoding with a model of drafts",
+        "speculative_config",
+    )
     groups = cache_groups(config, kv_cache)
     if settings is not None and settings.load == "layers":
         _need(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -58,8 +59,10 @@ def _cache_group(spec: Any) -> CacheGroup:
         return CacheGroup("mamba", spec.block_size)
     if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec):
         raise _unsupported(f"{type(spec).__name__} yet")
-    if spec.kv_quant_mode != KVQuantMode.NONE:
-        raise _unsupported(f"a {spec.kv_quant_mode.name} KV cache yet", "kv_cache_dtype")
+    if spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
+        raise _unsupported(
+            f"a {spec.kv_quant_mode.name} KV cache, whose scales are beside its blocks", "kv_cache_dtype"
+        )
     if spec.num_heads != spec.num_kv_heads or spec.state_content_bytes is not None or spec.tokens_per_state != 1:
         raise _unsupported("a KV cache whose blocks are packed")
     if type(spec) is SlidingWindowSpec:
@@ -91,6 +94,8 @@ def held_caches(
         named.append(names)
         indices = tuple([extract_layer_index(name) for name in names])
         heads, bytes_per_head, dtype, details = about
+        if cache.kind != "mamba" and group.kv_cache_spec.kv_quant_mode == KVQuantMode.FP8_PER_TENSOR:
+            dtype = _eight_bits(config.cache_config.cache_dtype)
         parts = ["vllm/" + layer.get_attn_backend().get_name().lower(), *details]
         if isa := getattr(layer, "isa", ""):  # CPU attention orders the keys of a block as its instructions like them
             parts.append(isa)
@@ -126,6 +131,15 @@ def _states(spec: Any, blocks: int, kv_caches: Mapping[str, Any]) -> tuple[list[
             raise _unknown(name, cache, (blocks, 1, 1, f"{size} bytes"))
     shapes = ["x".join(str(axis) for axis in shape) for shape in spec.shapes]
     return list(kv_caches.values()), (1, size, "+".join(_type(dtype) for dtype in spec.dtypes), shapes)
+
+
+def _eight_bits(cache_dtype: str) -> str:
+    """What the bytes are, which the tensors do not say. Scales, one a layer, are of the weights."""
+    if cache_dtype == "fp8_e5m2":
+        return "float8_e5m2"
+    if cache_dtype in ("fp8", "fp8_e4m3"):
+        return _type(current_platform.fp8_dtype())
+    raise _unsupported(f"a KV cache of type {cache_dtype} yet", "kv_cache_dtype")
 
 
 def _type(dtype: Any) -> str:

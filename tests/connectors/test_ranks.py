@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.client.conftest import NodeProcess, eventually
+from tests.connectors.models import GEMMA, NEEDED
 from tests.connectors.process import BLOCKS, WHOLE, EngineProcess, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(1800)]
@@ -23,7 +26,24 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     node.stop()
 
 
-def store(engine: EngineProcess, prompt: list[int], ranks: int) -> list[list[int]]:
+@dataclass(frozen=True)
+class Case:
+    """A kind of engine: how many blocks of a prompt each rank stores, and loads."""
+
+    name: str
+    arguments: dict[str, Any]
+    stores: int = BLOCKS
+    loads: int = BLOCKS
+
+
+CASES = [
+    Case("plain", {}),
+    Case("layers", {"extra": {"load": "layers", "layer_groups": 2}}),
+    Case("windows", {"sizes": GEMMA}, stores=2 * BLOCKS, loads=BLOCKS + NEEDED),
+]
+
+
+def store(case: Case, engine: EngineProcess, prompt: list[int], ranks: int) -> list[list[int]]:
     """Compute a prompt, again if need be, until every rank has stored its tiles of every block."""
     before = engine.count("forebay_stored_blocks")
     answer = engine.generate(prompt)
@@ -31,7 +51,7 @@ def store(engine: EngineProcess, prompt: list[int], ranks: int) -> list[list[int
 
     def stored() -> bool:
         engine.generate(TINY)  # counts come with the engine's steps
-        if engine.count("forebay_stored_blocks") >= before + ranks * BLOCKS:
+        if engine.count("forebay_stored_blocks") >= before + ranks * case.stores:
             return True
         engine.generate(prompt)  # what was not stored then is now
         return False
@@ -40,27 +60,28 @@ def store(engine: EngineProcess, prompt: list[int], ranks: int) -> list[list[int
     return list(answer["tokens"])
 
 
-def load(engine: EngineProcess, prompt: list[int], ranks: int) -> list[list[int]]:
+def load(case: Case, engine: EngineProcess, prompt: list[int], ranks: int) -> list[list[int]]:
     before = engine.count("forebay_loaded_blocks")
     answer = engine.generate(prompt)
     assert answer["cached"] == [WHOLE]
-    assert engine.count("forebay_loaded_blocks") == before + ranks * BLOCKS
+    assert engine.count("forebay_loaded_blocks") == before + ranks * case.loads
     return list(answer["tokens"])
 
 
-def test_any_split_reads_what_any_other_wrote(node: NodeProcess, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_any_split_reads_what_any_other_wrote(node: NodeProcess, tmp_path: Path, case: Case) -> None:
     model = tmp_path / "model"
-    one = EngineProcess(node, model, tmp_path / "one.log")
-    of_one = store(one, ONE, 1)
-    two = EngineProcess(node, model, tmp_path / "two.log", tensor_parallel_size=2)
+    one = EngineProcess(node, model, tmp_path / "one.log", **case.arguments)
+    of_one = store(case, one, ONE, 1)
+    two = EngineProcess(node, model, tmp_path / "two.log", tensor_parallel_size=2, **case.arguments)
     try:
-        assert load(two, ONE, 2) == of_one
-        of_two = store(two, TWO, 2)
-        assert load(one, TWO, 1) == of_two
+        assert load(case, two, ONE, 2) == of_one
+        of_two = store(case, two, TWO, 2)
+        assert load(case, one, TWO, 1) == of_two
         # Ranks write in one session: after a restart of the node they join a new one.
         node.kill()
         node.start()
-        assert store(two, prompt(3), 2) == store_again(one, prompt(3))
+        assert store(case, two, prompt(3), 2) == store_again(one, prompt(3))
     finally:
         one.end()
         two.end()
