@@ -21,6 +21,7 @@ from forebay.client.admin import (
 from forebay.client.client import Client, Key, connect
 from forebay.client.options import ClientOptions
 from forebay.client.plans import PlannedWrite, WritePlan
+from forebay.client.registered import RegisteredBuffer, register
 from forebay.client.results import (
     BlockStat,
     ClientStats,
@@ -65,6 +66,7 @@ __all__ = [
     "PrincipalInfo",
     "PutResult",
     "QuarantinedExtent",
+    "RegisteredBuffer",
     "ScopeInfo",
     "ScrubStatus",
     "SessionInfo",
@@ -74,4 +76,5 @@ __all__ = [
     "WatchEvent",
     "WritePlan",
     "connect",
+    "register",
 ]

@@ -1,7 +1,7 @@
 """The user-space NVMe/RDMA initiator: `FabricsTransport` over queue pairs of an RDMA device.
 
 The target writes what is read, and reads what is written, in the host's memory by itself: straight in memory that was
-registered (`NvmeRdmaTransport.register`), otherwise in staging memory of the queue, copied from there. A call returns
+registered (`forebay.client.register`), otherwise in staging memory of the queue, copied from there. A call returns
 only when each of its commands has completed or the device has confirmed that the queue pair is destroyed.
 """
 
@@ -11,11 +11,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from forebay.client import registered
 from forebay.client.device_checksum import device_crc32c
 from forebay.client.transports.base import Capabilities, DeviceReadOp, Outcome, ReadOp, WriteOp, op_bytes
 from forebay.client.transports.controller import Controller, SubsystemAddress
 from forebay.client.transports.fabrics import FabricsTransport
-from forebay.client.transports.nvme_rdma_device import Device, Registration, usable
+from forebay.client.transports.nvme_rdma_device import Device, usable
 from forebay.client.transports.nvme_rdma_gpu import Checksum, DeviceStaging, GpuMemory, seal, without_seeds
 from forebay.client.transports.nvme_rdma_link import Link
 from forebay.client.transports.nvme_rdma_plan import plan_direct
@@ -52,18 +53,6 @@ class NvmeRdmaTransport(FabricsTransport):
         self._devices: dict[str, Device] = {}
         self._devices_lock = threading.Lock()
         self._device: Device | None = None  # of the association that stands, or stood last
-
-    def register(self, view: memoryview, deadline_ms: int) -> Registration:
-        """Let the target reach a buffer without a copy until the registration is closed, which must be before `close`.
-
-        Connects if need be, since the route names the device. For as long as it is registered the target can write to
-        the buffer, and a target that is not true to the protocol could after a call has returned; memory that is not
-        registered it can never reach. Raises what `connect` raises, and `InvalidArgument`.
-        """
-        self.connect(deadline_ms)
-        device = self._device
-        assert device is not None, "an association has a device"
-        return device.register(view)
 
     def read_device(self, ops: Sequence[DeviceReadOp], deadline_ms: int) -> list[Outcome]:
         if not self.capabilities.device_memory:
@@ -111,7 +100,7 @@ class NvmeRdmaTransport(FabricsTransport):
         self, ops: Sequence[ReadOp | WriteOp], which: Sequence[int], sizes: Sequence[int], max_bytes: int
     ) -> list[Request]:
         device = self._device
-        if device is None or not device.has_registrations or isinstance(ops[0], DeviceReadOp):
+        if device is None or registered.nothing_registered() or isinstance(ops[0], DeviceReadOp):
             return plan(ops, which, sizes, max_bytes)
         return plan_direct(ops, which, sizes, max_bytes, find=device.find, direct_bytes=self._rdma.direct_bytes)
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import mmap
 import threading
-from bisect import bisect_right
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from forebay.client import registered
+from forebay.client.registered import address_of
 from forebay.client.transports.nvme_rdma_cm import library
-from forebay.errors import InvalidArgument, Unavailable
+from forebay.errors import Unavailable
 
-__all__ = ["Device", "Key", "Memory", "Registration", "access_flags", "address_of", "usable", "verbs"]
-
+__all__ = ["Device", "Key", "Memory", "access_flags", "usable", "verbs"]
 _ACTIVE = 4
 """IBV_PORT_ACTIVE."""
 
@@ -60,11 +58,6 @@ def access_flags(*, remote: bool) -> int:
     return int(flags.LOCAL_WRITE | (flags.REMOTE_WRITE | flags.REMOTE_READ if remote else 0))
 
 
-def address_of(view: memoryview) -> int:
-    """Where its bytes are."""
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
-
-
 class Key(NamedTuple):
     """What a range of registered memory is named by, here (``local``) and at the target (``remote``)."""
 
@@ -88,33 +81,8 @@ class Memory:
         self._region.close()
 
 
-class Registration:
-    """A caller's buffer that a target may read and write without a copy, until it is closed.
-
-    Its memory stays where it is meanwhile: the registration holds the buffer.
-    """
-
-    def __init__(self, device: Device, view: memoryview) -> None:
-        if view.readonly or not view.c_contiguous or not view.nbytes:
-            raise InvalidArgument("only contiguous writable memory can be registered", field="view")
-        self._device = device
-        self._view = view
-        self.address = address_of(view)
-        self.end = self.address + view.nbytes
-        self._region = device.region(self.address, view.nbytes, remote=True)
-        self.key = Key(self._region.lkey, self._region.rkey)
-
-    def close(self) -> None:
-        """Take the memory from the device: nothing can write to it after this. Idempotent.
-
-        An operation that is using it meanwhile fails.
-        """
-        self._device.forget(self)
-        self._region.close()
-
-
 class Device:
-    """An open device with its protection domain and what is registered in it. Thread-safe."""
+    """An open device with its protection domain. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         ib = verbs()
@@ -130,8 +98,8 @@ class Device:
             raise Unavailable(f"opening the RDMA device {name}: {e}") from e
         self._lock = threading.Lock()
         self._users = 1
-        # Replaced as a whole, so that readers need no lock: starts, ascending, and the registrations that start there.
-        self._known: tuple[list[int], list[Registration]] = ([], [])
+        self._owner = registered.Owner(name, lambda address, length: self.region(address, length, remote=True))
+        registered.attach(self._owner)
 
     def region(self, address: int, length_bytes: int, *, remote: bool) -> Any:
         """Register memory. Raises `Unavailable`."""
@@ -142,32 +110,11 @@ class Device:
                 f"registering {length_bytes} bytes with {self.name}: {e}; locked memory may be limited (ulimit -l)"
             ) from e
 
-    def register(self, view: memoryview) -> Registration:
-        """Register a caller's buffer. Raises `Unavailable`, and `InvalidArgument` for one that cannot be."""
-        made = Registration(self, view)
-        with self._lock:
-            every = sorted([*self._known[1], made], key=lambda one: one.address)
-            self._known = ([one.address for one in every], every)
-        return made
-
-    def forget(self, registration: Registration) -> None:
-        """What is registered no more is not found any more."""
-        with self._lock:
-            every = [one for one in self._known[1] if one is not registration]
-            self._known = ([one.address for one in every], every)
-
     def find(self, address: int, length_bytes: int) -> Key | None:
-        """The key of registered memory that holds the whole range."""
-        starts, every = self._known
-        at = bisect_right(starts, address) - 1
-        if at < 0 or address + length_bytes > every[at].end:
-            return None
-        return every[at].key
-
-    @property
-    def has_registrations(self) -> bool:
-        """Whether `find` can find anything."""
-        return bool(self._known[0])
+        """The key of registered memory that holds the whole range, if the device can reach it already."""
+        buffer = registered.find(address, length_bytes)
+        region = None if buffer is None else buffer.region(self._owner)
+        return None if region is None else Key(region.lkey, region.rkey)
 
     def hold(self) -> None:
         """Another connection uses the device."""
@@ -180,7 +127,6 @@ class Device:
             self._users -= 1
             last = not self._users
         if last:
-            for registration in self._known[1]:
-                registration.close()
+            registered.detach(self._owner)
             self.domain.close()
             self.context.close()

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from forebay.client.registered import address_of
 from forebay.client.transports.base import ReadOp, Segment, WriteOp
-from forebay.client.transports.nvme_rdma_device import address_of
 from forebay.client.transports.requests import Request, clip, plan
 from forebay.ids import LBA_BYTES
 

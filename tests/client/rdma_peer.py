@@ -15,10 +15,12 @@ from uuid import uuid4
 import numpy as np
 
 from forebay.checksum import crc32c
+from forebay.client import registered
+from forebay.client.registered import address_of
 from forebay.client.transports.base import DeviceSegment
 from forebay.client.transports.controller import Controller, SubsystemAddress
 from forebay.client.transports.nvme_rdma import NvmeRdmaTransport
-from forebay.client.transports.nvme_rdma_device import Key, address_of
+from forebay.client.transports.nvme_rdma_device import Key
 from forebay.client.transports.nvme_rdma_link import Closable, Data, Response, Sent
 from forebay.client.transports.nvme_rdma_queue import RdmaQueue
 from forebay.client.transports.options import NvmeRdmaOptions
@@ -252,6 +254,19 @@ class Wire:
                 self.respond(command.cid)
 
 
+class PeerRegion:
+    """A caller's buffer that the peer reaches."""
+
+    def __init__(self, peer: "Peer", address: int, length_bytes: int) -> None:
+        self.key = Memory(1).key
+        self._peer = peer
+        self._entry = (address, length_bytes, self.key)
+        peer.registered.append(self._entry)
+
+    def close(self) -> None:
+        self._peer.registered.remove(self._entry)
+
+
 class Peer:
     """The target: a volume, and the queues to it."""
 
@@ -264,15 +279,13 @@ class Peer:
         self.registered: list[tuple[int, int, Key]] = []
         self.gpus: list[StandInGpu] = []
         self.refuses = False
+        self.owner = registered.Owner("peer", lambda address, length_bytes: PeerRegion(self, address, length_bytes))
 
     def find(self, address: int, length_bytes: int) -> Key | None:
         """As `Device.find`."""
-        inside = (key for start, n, key in self.registered if start <= address and address + length_bytes <= start + n)
-        return next(inside, None)
-
-    @property
-    def has_registrations(self) -> bool:
-        return bool(self.registered)
+        buffer = registered.find(address, length_bytes)
+        region = None if buffer is None else buffer.region(self.owner)
+        return None if region is None else region.key
 
     def gpu(self, length_bytes: int) -> "StandInGpu":
         """Staging memory on a device, which the peer reaches."""
@@ -280,10 +293,6 @@ class Peer:
         self.registered.append((memory.address, length_bytes, memory.key))
         self.gpus.append(memory)
         return memory
-
-    def register(self, buffer: bytearray) -> None:
-        view = memoryview(buffer)
-        self.registered.append((address_of(view), len(view), Memory(1).key))
 
 
 class Transport(NvmeRdmaTransport):
@@ -296,6 +305,12 @@ class Transport(NvmeRdmaTransport):
         super().__init__(SubsystemAddress("peer", 4420, nqn), host, options=settings)
         self.peer = peer
         self._device_checksum = stand_in_checksums
+        registered.attach(peer.owner)
+
+    def close(self) -> None:
+        super().close()
+        if not self.peer.owner.gone:
+            registered.detach(self.peer.owner)
 
     def _dial(self, queue_id: int, entries: int, controller_id: int, deadline_ms: int) -> RdmaQueue:
         if self.peer.refuses:

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from forebay.client.registered import nothing_registered, register
 from forebay.client.transports import nvme_rdma_cm, nvme_rdma_device, nvme_rdma_link
 from forebay.client.transports.nvme_rdma_cm import QpAttributes
 from forebay.client.transports.nvme_rdma_device import Device, usable
 from forebay.client.transports.nvme_rdma_link import Link, Response, Sent
 from forebay.clock import SystemClock
-from forebay.errors import ConnectionLost, ForebayError, ProtocolError, Unavailable
+from forebay.errors import ConnectionLost, ForebayError, InvalidArgument, ProtocolError, Unavailable
 from forebay.nvmerdma import CmRequest
+from tests.client.conftest import eventually
 
 ENTRIES = 4
 DEADLINE_MS = 1 << 40
@@ -189,8 +191,10 @@ def dial(device: Device) -> Link:
 
 
 @pytest.fixture
-def device(verbs: Verbs) -> Device:
-    return Device("fake0")
+def device(verbs: Verbs) -> Iterator[Device]:
+    one = Device("fake0")
+    yield one
+    one.release()
 
 
 @pytest.fixture
@@ -324,17 +328,54 @@ def test_what_cannot_be_connected_leaves_nothing(
 def test_a_device_is_closed_after_its_last_connection(verbs: Verbs) -> None:
     device = Device("fake0")
     link = dial(device)
-    buffer = bytearray(8192)
-    registration = device.register(memoryview(buffer))
-    start = registration.address
-    assert device.find(start + 4096, 4096) == registration.key
-    assert device.find(start + 4096, 4097) is None
-    assert device.find(start - 1, 10) is None
     device.release()
     assert "pd" not in verbs.ended
     link.close()
-    assert verbs.ended[-3:] == ["shared region", "pd", "context"]
-    assert device.find(start, 1) is None
+    assert verbs.ended[-2:] == ["pd", "context"]
+
+
+def test_a_device_is_let_at_registered_buffers(verbs: Verbs) -> None:
+    before, after = bytearray(8192), bytearray(8192)
+    with register(before) as first:
+        device = Device("fake0")
+        eventually(lambda: device.find(first.address, 8192) is not None, "it came to what was there")
+        second = register(after)
+        key = device.find(second.address + 4096, 4096)
+        assert key is not None and key != device.find(first.address, 1)
+        assert device.find(second.address + 4096, 4097) is None
+        assert device.find(second.address - 1, 2) is None
+        second.close()
+        second.close()
+        assert device.find(second.address, 1) is None
+        assert verbs.ended == ["shared region"]
+        device.release()
+        assert verbs.ended == ["shared region", "shared region", "pd", "context"]
+        assert device.find(first.address, 1) is None
+    assert nothing_registered()
+
+
+def test_a_buffer_that_a_device_cannot_be_let_at_is_copied(verbs: Verbs, caplog: pytest.LogCaptureFixture) -> None:
+    device = Device("fake0")
+    verbs.refused_regions = 1
+    buffer = bytearray(8192)
+    with register(buffer) as registered:
+        assert device.find(registered.address, 8192) is None
+        assert "locked memory may be limited" in caplog.text
+    device.release()
+
+
+@pytest.mark.parametrize("buffer", [b"read-only", bytearray(), memoryview(bytearray(8))[::2], "text"])
+def test_what_cannot_be_registered(buffer: object) -> None:
+    with pytest.raises(InvalidArgument):
+        register(buffer)
+    assert nothing_registered()
+
+
+def test_a_registered_buffer_stays_where_it_is() -> None:
+    buffer = bytearray(8192)
+    with register(buffer), pytest.raises(BufferError):
+        buffer.extend(b"more")
+    buffer.extend(b"more")
 
 
 def test_what_a_machine_lacks_is_said(verbs: Verbs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.checksum import crc32c
+from forebay.client.registered import address_of
 from forebay.client.transports.base import ReadOp, Segment, WriteOp
-from forebay.client.transports.nvme_rdma_device import address_of
 from forebay.client.transports.nvme_rdma_plan import plan_direct, span
 from forebay.client.transports.requests import Request, outcomes
 from forebay.ids import LBA_BYTES

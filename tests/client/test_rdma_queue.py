@@ -3,13 +3,15 @@
 import os
 import select
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 
 import numpy as np
 import pytest
 
 from forebay.checksum import crc32c
 from forebay.client.device import DeviceView
+from forebay.client.registered import register
 from forebay.client.transports.base import DeviceReadOp, DeviceSegment, Outcome, ReadOp, Segment, Transport, WriteOp
 from forebay.client.transports.nvme_rdma_link import Response, Sent
 from forebay.client.transports.nvme_rdma_queue import RdmaQueue
@@ -48,6 +50,37 @@ class TestStaged(TransportSuite):
     @pytest.fixture
     def area(self) -> Area:
         return Area(1, 1 << 20, 24 << 20, 32 << 20)
+
+
+class TestRegistered(TestStaged):
+    """Straight to and from the caller's memory, whatever of it fits."""
+
+    @pytest.fixture
+    def transport(self) -> Iterator[Transport]:
+        one = Registering(Peer(32 << 20), connections=4, direct_bytes=LBA_BYTES)
+        yield one
+        one.close()
+
+
+class Registering(rdma_peer.Transport):
+    """Registers whatever it is given for as long as a call takes."""
+
+    def read(self, ops: Sequence[ReadOp], deadline_ms: int) -> list[Outcome]:
+        with ExitStack() as held:
+            self._register(held, ops)
+            return super().read(ops, deadline_ms)
+
+    def write(self, ops: Sequence[WriteOp], deadline_ms: int) -> list[Outcome]:
+        with ExitStack() as held:
+            self._register(held, ops)
+            return super().write(ops, deadline_ms)
+
+    @staticmethod
+    def _register(held: ExitStack, ops: Sequence[ReadOp | WriteOp]) -> None:
+        buffers = {id(s.view.obj): s.view.obj for op in ops for s in op.segments if s.view is not None}
+        for buffer in buffers.values():
+            if not memoryview(buffer).readonly:
+                held.enter_context(register(buffer))
 
 
 class TestLittleStaging(TestStaged):
@@ -120,7 +153,7 @@ def test_writes_carry_their_tag_and_short_ones_their_data(peer: Peer, transport:
 
 def test_registered_memory_is_reached_without_a_copy(peer: Peer, transport: rdma_peer.Transport) -> None:
     into = bytearray(SIZE)
-    peer.register(into)
+    registration = register(into)
     outcome = read(transport, into)
     assert (outcome.error, outcome.checksums) == (None, (crc32c(into, 5),))
     assert into == peer.volume[:SIZE]
@@ -128,7 +161,8 @@ def test_registered_memory_is_reached_without_a_copy(peer: Peer, transport: rdma
     assert write(transport, into, at=1 << 20).error is None
     assert peer.volume[1 << 20 :][:SIZE] == into
     (wire,) = [wire for wire in peer.wires if wire.queue_id]
-    start = peer.registered[0][0]
+    start = registration.address
+    registration.close()
     moves = [command for command in wire.commands if command.opcode in (IoOpcode.READ, IoOpcode.WRITE)]
     assert [(command.sgl_address, command.sgl_length_bytes) for command in moves] == [(start, SIZE)] * 2
 
@@ -233,9 +267,8 @@ def test_who_stops_half_way_comes_back(peer: Peer) -> None:
 def test_what_is_late_finds_no_connection(peer: Peer, transport: rdma_peer.Transport, registered: bool) -> None:
     peer.lie = hold
     into = bytearray(b"\xaa" * SIZE)
-    if registered:
-        peer.register(into)
-    outcome = read(transport, into, left_ms=50)
+    with register(into) if registered else nullcontext():
+        outcome = read(transport, into, left_ms=50)
     assert isinstance(outcome.error, DeadlineExceeded)
     (wire,) = [wire for wire in peer.wires if wire.queue_id]
     assert wire.closed, "before the call returned"

@@ -15,6 +15,7 @@ from uuid import uuid4
 import pytest
 
 from forebay.checksum import crc32c
+from forebay.client.registered import register
 from forebay.client.transports.base import Outcome, ReadOp, Segment, Transport, WriteOp
 from forebay.client.transports.controller import SubsystemAddress
 from forebay.client.transports.nvme_rdma import NvmeRdmaTransport, usable
@@ -128,14 +129,8 @@ class _Registering(NvmeRdmaTransport):
         return self._registered(ops, lambda: super(_Registering, self).write(ops, deadline_ms))
 
     def _registered(self, ops: Sequence[ReadOp | WriteOp], call: Callable[[], list[Outcome]]) -> list[Outcome]:
-        views = {id(s.view.obj): s.view.obj for op in ops for s in op.segments if s.view is not None}
-        whole = [memoryview(buffer) for buffer in views.values()]
-        try:
-            held = [
-                self.register(view, now_ms() + LONG_MS) for view in whole if not view.readonly and view.c_contiguous
-            ]
-        except Unavailable:
-            held = []  # it is closed
+        buffers = {id(s.view.obj): s.view.obj for op in ops for s in op.segments if s.view is not None}
+        held = [register(buffer) for buffer in buffers.values() if not memoryview(buffer).readonly]
         try:
             return call()
         finally:
@@ -152,6 +147,7 @@ class TestRegistered(TestStaged):
         host = HostIdentity(f"nqn.2014-08.org.nvmexpress:uuid:{identity}", identity)
         options = NvmeRdmaOptions(direct_bytes=LBA_BYTES)
         one = _Registering(SubsystemAddress(ADDRESS, PORT, NQN), host, options=options)
+        one.connect(now_ms() + LONG_MS)  # what is registered before that is reached when the device has come to it
         yield one
         one.close()
 
@@ -164,7 +160,7 @@ def test_registered_memory_is_reached_without_a_copy(transport: NvmeRdmaTranspor
     data = os.urandom(3 * SIZE)
     assert write(transport, data).error is None
     into = bytearray(3 * SIZE)
-    registration = transport.register(memoryview(into), now_ms() + LONG_MS)
+    registration = register(into)
     (queue,) = queues(transport)
     queue._staging.view[:] = bytes(len(queue._staging.view))
     outcome = read(transport, into)
@@ -184,7 +180,7 @@ def test_what_is_late_is_late_and_its_buffer_safe(transport: NvmeRdmaTransport, 
     """The target answers after the call has returned: it finds no queue pair any more."""
     assert write(transport, b"\x55" * SIZE, SLOW).error is None
     into = bytearray(b"\xaa" * SIZE)
-    registration = transport.register(memoryview(into), now_ms() + LONG_MS) if registered else None
+    registration = register(into) if registered else None
     outcome = read(transport, into, SLOW, left_ms=200)
     assert isinstance(outcome.error, DeadlineExceeded)
     assert not transport.state().connections, "the queue is gone"
@@ -224,7 +220,7 @@ def test_memory_that_is_registered_no_more(transport: NvmeRdmaTransport, monkeyp
     """The key of a registration that was closed while its command was on its way is good for nothing."""
     assert write(transport, b"\x55" * SIZE).error is None
     into = bytearray(b"\xaa" * SIZE)
-    registration = transport.register(memoryview(into), now_ms() + LONG_MS)
+    registration = register(into)
     (queue,) = queues(transport)
     flush = queue.flush
 
@@ -248,7 +244,7 @@ def _busy(transport: NvmeRdmaTransport) -> bool:
 def test_the_target_goes_away_in_the_middle(transport: NvmeRdmaTransport) -> None:
     assert write(transport, b"\x55" * SIZE, SLOW).error is None
     into = bytearray(b"\xaa" * SIZE)
-    registration = transport.register(memoryview(into), now_ms() + LONG_MS)
+    registration = register(into)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read, transport, into, SLOW)
         eventually(lambda: _busy(transport), "the read is under way")
@@ -384,7 +380,7 @@ def test_the_device_goes_away_in_the_middle() -> None:
     one = make(connections=1)
     assert write(one, b"\x55" * SIZE, SLOW).error is None
     into = bytearray(b"\xaa" * SIZE)
-    one.register(memoryview(into), now_ms() + LONG_MS)
+    registration = register(into)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read, one, into, SLOW)
         eventually(lambda: _busy(one), "the read is under way")
@@ -393,4 +389,5 @@ def test_the_device_goes_away_in_the_middle() -> None:
         outcome = reading.result()
     assert outcome.error is None or isinstance(outcome.error, ConnectionLost | ProtocolError)
     assert into == (b"\x55" if outcome.error is None else b"\xaa") * SIZE
+    registration.close()
     one.close()
