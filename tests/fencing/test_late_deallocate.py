@@ -18,6 +18,8 @@ from tests.client.conftest import eventually
 from tests.fencing.conftest import ROOT, Node, Out, Undefended, got, out
 from tests.fencing.switches import VARIABLE, Switches
 
+pytestmark = pytest.mark.embedded  # it is there that deallocates are kept from coming late by their order
+
 FRESH = b"\xbb" * 4096
 
 
