@@ -25,7 +25,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Owner:
-    """A device. ``make`` lets it at ``(address, length_bytes)`` until what it answers is closed (`ForebayError`)."""
+    """A device. ``make`` lets it at ``(address, length_bytes)`` until what it answers is closed.
+
+    It raises `ForebayError`; closing returns when the device has let go.
+    """
 
     name: str
     make: Callable[[int, int], Any]
@@ -53,7 +56,7 @@ class RegisteredBuffer:
         return self._regions.get(owner)
 
     def offer(self, owner: Owner) -> None:
-        """Let a device at the buffer, which may take milliseconds a megabyte; where that fails, the log says why."""
+        """Let a device at the buffer, which pins its pages; where that fails, the log says why."""
         with self._lock:
             if self._closed or owner.gone or owner in self._regions:
                 return
@@ -72,7 +75,7 @@ class RegisteredBuffer:
     def close(self) -> None:
         """Take the buffer from every device: none can reach it after this. Idempotent.
 
-        A call that is using it meanwhile fails, so end those first. Raises `OSError` where a device does not let go.
+        A call that is using it meanwhile fails, so end those first.
         """
         with _lock:
             _publish([one for one in _known[1] if one is not self])
@@ -142,7 +145,7 @@ def attach(owner: Owner) -> None:
 
 
 def detach(owner: Owner) -> None:
-    """A device that is about to be closed: it is taken from every buffer. Raises `OSError`."""
+    """A device that is about to be closed: it is taken from every buffer."""
     with _lock:
         owner.gone = True
         _owners.remove(owner)

@@ -109,6 +109,9 @@ class NvmeRdmaTransport(FabricsTransport):
             if self._closed:
                 raise Unavailable("the transport is closed")
             found = self._devices.get(name)
+            if found is not None and found.failed:
+                self._devices.pop(name).release()
+                found = None
             if found is None:
                 found = self._devices[name] = Device(name)
             return found

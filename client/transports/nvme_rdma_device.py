@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import mmap
 import threading
+import time
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -12,7 +16,12 @@ from forebay.client.registered import address_of
 from forebay.client.transports.nvme_rdma_cm import library
 from forebay.errors import Unavailable
 
-__all__ = ["Device", "Key", "Memory", "access_flags", "usable", "verbs"]
+__all__ = ["Device", "Key", "Memory", "access_flags", "destroy", "usable", "verbs"]
+_log = logging.getLogger(__name__)
+
+_DEVICE_GONE = (errno.EIO, errno.ENODEV)
+"""What destroying answers when the kernel has taken the device away, and with it whatever could write."""
+_AGAIN_S = 0.1
 _ACTIVE = 4
 """IBV_PORT_ACTIVE."""
 
@@ -65,6 +74,32 @@ class Key(NamedTuple):
     remote: int
 
 
+def destroy(close: Callable[[], None], what: str) -> None:
+    """Take something from a device. It may write to memory as long as it is there, so nobody goes on before it is not.
+
+    The device is asked until it confirms; that it is gone itself confirms as well.
+    """
+    while True:
+        try:
+            return close()
+        except OSError as e:
+            if e.errno in _DEVICE_GONE:
+                return None
+            _log.error("%s cannot be destroyed, and its buffers not be given back: %s", what, e)
+            time.sleep(_AGAIN_S)
+
+
+class _Region:
+    """A caller's buffer in the device."""
+
+    def __init__(self, region: Any) -> None:
+        self.key = Key(region.lkey, region.rkey)
+        self._close = region.close
+
+    def close(self) -> None:
+        destroy(self._close, "a registered buffer")
+
+
 class Memory:
     """Pages of our own that a device may write to until they are closed: ``remote`` by a peer, too."""
 
@@ -98,7 +133,9 @@ class Device:
             raise Unavailable(f"opening the RDMA device {name}: {e}") from e
         self._lock = threading.Lock()
         self._users = 1
-        self._owner = registered.Owner(name, lambda address, length: self.region(address, length, remote=True))
+        self.failed = False
+        """Something could not be made of it: it is not to be used for another connection."""
+        self._owner = registered.Owner(name, lambda address, size: _Region(self.region(address, size, remote=True)))
         registered.attach(self._owner)
 
     def region(self, address: int, length_bytes: int, *, remote: bool) -> Any:
@@ -114,7 +151,7 @@ class Device:
         """The key of registered memory that holds the whole range, if the device can reach it already."""
         buffer = registered.find(address, length_bytes)
         region = None if buffer is None else buffer.region(self._owner)
-        return None if region is None else Key(region.lkey, region.rkey)
+        return None if region is None else region.key
 
     def hold(self) -> None:
         """Another connection uses the device."""
@@ -128,5 +165,5 @@ class Device:
             last = not self._users
         if last:
             registered.detach(self._owner)
-            self.domain.close()
-            self.context.close()
+            destroy(self.domain.close, "a protection domain")
+            destroy(self.context.close, "a device's context")

@@ -6,26 +6,21 @@ queue pair is destroyed, and only when the device has confirmed that does it ret
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
 import select
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from forebay.client.transports.nvme_rdma_cm import CmConnection
-from forebay.client.transports.nvme_rdma_device import Device, Memory, verbs
+from forebay.client.transports.nvme_rdma_device import Device, Memory, destroy, verbs
 from forebay.clock import Clock
 from forebay.errors import ConnectionLost, ForebayError, ProtocolError
 from forebay.nvmerdma import CmAccept, CmRequest
 from forebay.nvmetcp import spec
 
 __all__ = ["Closable", "Data", "Link", "Response", "Sent"]
-
-_log = logging.getLogger(__name__)
 
 _INIT, _RTR, _RTS, _ERR = 1, 2, 3, 6
 """enum ibv_qp_state."""
@@ -54,9 +49,6 @@ _SEND = 1 << 32
 _RESPONSE_BYTES = spec.CQE.size
 _FLUSHED, _RETRIES_EXCEEDED, _RNR_RETRIES_EXCEEDED = 5, 12, 13
 """enum ibv_wc_status."""
-_DEVICE_GONE = (errno.EIO, errno.ENODEV)
-"""What destroying answers when the kernel has taken the device away, and with it whatever could write."""
-_AGAIN_S = 0.1
 
 
 class Data(NamedTuple):
@@ -132,6 +124,7 @@ class Link:
             self._bring(_INIT)
             self._receive_into(range(entries))
         except OSError as e:
+            device.failed = True  # it may be one that was taken away; the next connection opens it anew
             self.close()
             raise ConnectionLost(f"setting up a queue pair on {device.name}: {e}") from e
         except BaseException:
@@ -343,20 +336,8 @@ class Link:
             if self._qp is not None:
                 with suppress(OSError):
                     self._qp.modify(_STATE, qp_state=_ERR)
-                _surely(self._qp.close, "a queue pair")
+                destroy(self._qp.close, "a queue pair")
             while self._opened:
-                _surely(self._opened.pop().close, "a part of a connection")
+                destroy(self._opened.pop().close, "a part of a connection")
             self._cm.close()
             self.device.release()
-
-
-def _surely(close: Callable[[], None], what: str) -> None:
-    """Destroy a resource. It cannot be left behind, since it may write to memory: until it is gone nobody goes on."""
-    while True:
-        try:
-            return close()
-        except OSError as e:
-            if e.errno in _DEVICE_GONE:
-                return None
-            _log.error("%s cannot be destroyed, and its buffers not be given back: %s", what, e)
-            time.sleep(_AGAIN_S)

@@ -294,7 +294,6 @@ class RdmaQueue(IoQueue):
 
     def _complete(self, cid: int, one: _Command, completion: Completion) -> None:
         request, place = one.request, one.place
-        del self._open[cid]
         if completion.status:
             request.error = error_of(completion.status)
         elif not request.write and request.segments and place is not None:
@@ -305,6 +304,7 @@ class RdmaQueue(IoQueue):
                 request.checksums = [None] * len(request.segments)
             else:
                 self._scatter(request, place.offset)
+        del self._open[cid]  # not before its bytes are where they belong: a copy that fails fails the command
         request.quiesced = True
         self.bytes_in_flight -= request.length_bytes
         if place is not None and place.offset is not None:

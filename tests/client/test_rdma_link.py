@@ -6,16 +6,20 @@ import select
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
 from forebay.client.registered import nothing_registered, register
 from forebay.client.transports import nvme_rdma_cm, nvme_rdma_device, nvme_rdma_link
+from forebay.client.transports.controller import SubsystemAddress
+from forebay.client.transports.nvme_rdma import NvmeRdmaTransport
 from forebay.client.transports.nvme_rdma_cm import QpAttributes
 from forebay.client.transports.nvme_rdma_device import Device, usable
 from forebay.client.transports.nvme_rdma_link import Link, Response, Sent
 from forebay.clock import SystemClock
 from forebay.errors import ConnectionLost, ForebayError, InvalidArgument, ProtocolError, Unavailable
+from forebay.ids import HostIdentity
 from forebay.nvmerdma import CmRequest
 from tests.client.conftest import eventually
 
@@ -136,7 +140,7 @@ class Cm:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.reason: str | None = None
         self.established = False
-        self.verbs: Verbs | None = None
+        self.closed = False
 
     def resolve(self, address: str, port: int, source: str | None, deadline_ms: int) -> str:
         return "fake0"
@@ -162,8 +166,9 @@ class Cm:
         os.eventfd_write(self.fd, 1)
 
     def close(self) -> None:
-        verbs = nvme_rdma_device.verbs()
-        verbs.ended.append("connection")
+        if not self.closed:
+            self.closed = True
+            nvme_rdma_device.verbs().ended.append("connection")
 
 
 @pytest.fixture
@@ -173,7 +178,7 @@ def verbs(monkeypatch: pytest.MonkeyPatch) -> Verbs:
     monkeypatch.setattr(nvme_rdma_device, "verbs", lambda: fake)
     monkeypatch.setattr(nvme_rdma_device, "library", lambda: None)
     monkeypatch.setattr(nvme_rdma_link, "CmConnection", Cm)
-    monkeypatch.setattr(nvme_rdma_link, "_AGAIN_S", 0.001)
+    monkeypatch.setattr(nvme_rdma_device, "_AGAIN_S", 0.001)
     return fake
 
 
@@ -332,6 +337,35 @@ def test_a_device_is_closed_after_its_last_connection(verbs: Verbs) -> None:
     assert "pd" not in verbs.ended
     link.close()
     assert verbs.ended[-2:] == ["pd", "context"]
+
+
+def test_a_device_that_was_taken_away_is_opened_anew(verbs: Verbs, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = str(uuid4())
+    one = NvmeRdmaTransport(SubsystemAddress("10.0.0.1", 4420, "nqn"), HostIdentity(f"nqn:{identity}", identity))
+    first = one._opened("fake0")
+    assert one._opened("fake0") is first
+
+    def gone() -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(first.context, "create_comp_channel", gone)
+    with pytest.raises(ConnectionLost):
+        dial(first)
+    second = one._opened("fake0")
+    assert second is not first
+    assert verbs.ended == ["connection", "pd", "context"]
+    dial(second).close()
+    one.close()
+    assert verbs.ended[-2:] == ["pd", "context"]
+
+
+def test_a_registered_buffer_is_given_back_when_the_device_has_let_go(verbs: Verbs, device: Device) -> None:
+    buffer = bytearray(8192)
+    registered = register(buffer)
+    region = next(iter(registered._regions.values()))
+    region._close.__self__.refusals = [errno.EBUSY, errno.EBUSY]
+    registered.close()
+    assert verbs.ended == ["shared region"]
 
 
 def test_a_device_is_let_at_registered_buffers(verbs: Verbs) -> None:

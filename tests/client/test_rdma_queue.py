@@ -401,6 +401,19 @@ def test_what_is_late_for_a_device_leaves_it_alone(peer: Peer) -> None:
     one.close()
 
 
+def test_a_copy_on_the_device_that_fails_fails_the_read(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> None:
+        raise Unavailable("copying on stand-in:0: out of memory")
+
+    monkeypatch.setattr(rdma_peer.StandInGpu, "scatter", failing)
+    one = rdma_peer.Transport(peer, device_memory=True)
+    outcome = device_read(one, StandInTensor(np.zeros(SIZE, np.uint8)), SIZE)
+    assert isinstance(outcome.error, Unavailable)
+    assert outcome.checksums == (None,)
+    works(peer, one)
+    one.close()
+
+
 def test_without_the_option_there_is_no_way_to_a_device(transport: rdma_peer.Transport) -> None:
     assert not transport.capabilities.device_memory
     with pytest.raises(InvalidArgument):
