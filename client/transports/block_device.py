@@ -207,7 +207,7 @@ class BlockDeviceTransport(Transport):
         return [results[i] for i in range(len(ops))]
 
     def state(self) -> TransportState:
-        disks = [known for known in self._volumes.values() if known.disk is not None and not known.suspect]
+        disks = [known for known in list(self._volumes.values()) if known.disk is not None and not known.suspect]
         return TransportState(
             connected=bool(disks),
             connections=len(disks),

@@ -100,7 +100,8 @@ class BouncePool(Generic[_B]):
             if self._stuck > self._max_stuck:
                 raise Unavailable(f"{self._stuck} earlier commands have not come back from the device")
             self._queue.extend((call, job) for job in jobs)
-            for _ in range(min(len(jobs) - self._waiting, self._depth - self._threads)):
+            # Threads that wait may have been woken for jobs of others, which are in the queue until they are taken.
+            for _ in range(min(len(self._queue) - self._waiting, self._depth - self._threads)):
                 self._threads += 1
                 threading.Thread(target=self._serve, name=self._name, daemon=True).start()
             self._work.notify(len(jobs))

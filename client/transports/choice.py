@@ -427,7 +427,7 @@ class Choice(Transport):
     def _worth_trying(self, way: _Way) -> bool:
         """Whether `connect` should: the way is in use, may come to be, or failed some time ago."""
         now_ms = self._clock.monotonic_ms()
-        out = [standing for standing in way.standing.values() if standing.attempts]
+        out = [standing for standing in list(way.standing.values()) if standing.attempts]
         if out and all(standing.until_ms > now_ms for standing in out):
             return False
         if out or isinstance(way.transport, BlockDeviceTransport):

@@ -149,15 +149,28 @@ class Machine:
             except (Unavailable, VolumeMismatch) as e:
                 problem = problem or e
         if problem is None and local and volume.nguid:
-            for name in self.drives():
-                try:
-                    return self._opened(name, volume, block, writable=writable, labelled=True)
-                except (Unavailable, VolumeMismatch):
-                    continue  # somebody else's drive
+            drives = self._labelled(volume, block, writable=writable)
+            if len(drives) == 1:
+                return drives[0]
+            for disk in drives:
+                disk.close()
+            if drives:  # one of them is a copy, and older than the other
+                names = ", ".join(str(disk.path) for disk in drives)
+                problem = VolumeMismatch(f"{names} are all labelled {_digits(volume.nguid)}: none of them is read")
         where = " or drive" if local else ""
         raise problem or Unavailable(
             f"no block device{where} here is NSID {volume.nsid} of {volume.subsystem_nqn}: is it connected?"
         )
+
+    def _labelled(self, volume: VolumeIdentity, block: memoryview, *, writable: bool) -> list[Disk]:
+        """The drives of this machine that have the volume's label, open."""
+        found = []
+        for name in self.drives():
+            try:
+                found.append(self._opened(name, volume, block, writable=writable, labelled=True))
+            except (Unavailable, VolumeMismatch):
+                continue  # somebody else's drive
+        return found
 
     def _opened(self, name: str, volume: VolumeIdentity, block: memoryview, *, writable: bool, labelled: bool) -> Disk:
         entry = self.sys / "class/block" / name

@@ -14,7 +14,9 @@ import pytest
 
 from forebay.client.transports.base import ReadOp, Segment, Transport, WriteOp
 from forebay.client.transports.block_device import BlockDeviceOptions, BlockDeviceTransport
+from forebay.client.transports.bounce import BouncePool, Job, _Call
 from forebay.client.transports.disks import Disk, Machine, VolumeIdentity
+from forebay.clock import SystemClock
 from forebay.errors import DeadlineExceeded, ForebayError, TargetFailed, TargetRefused, Unavailable, VolumeMismatch
 from forebay.ids import NamespaceId, VolumeId
 from forebay.testing.transport_suite import Area, TransportSuite
@@ -238,6 +240,23 @@ def test_so_many_stuck_reads_and_no_more(device: Device, stuck: Stuck) -> None:
     transport.close()
 
 
+def test_a_job_finds_a_thread_where_the_idle_one_is_another_jobs() -> None:
+    """Two calls at once: the thread that waits was woken for the first one, and has not got so far yet."""
+    pool: BouncePool[bytearray] = BouncePool(lambda: bytearray(1), 4, 2, SystemClock(), "test")
+    done = []
+
+    def job(name: str) -> Job[bytearray]:
+        return Job(lambda _: done.append(name), lambda e: Unavailable(str(e)))
+
+    pool._threads = pool._waiting = 1
+    pool._queue.append((_Call(pool._lock), job("first")))
+    second = job("second")
+    pool.run([second], lambda _job, _buffer: None, now_ms() + LONG_MS)
+    assert second.error is None
+    assert done == ["first", "second"]
+    pool.close()
+
+
 def test_closing_does_not_wait_for_a_stuck_read(device: Device, stuck: Stuck) -> None:
     transport = device.transport()
     transport.connect(now_ms() + LONG_MS)
@@ -365,6 +384,17 @@ def test_a_name_that_leads_elsewhere_is_refused(device: Device, tmp_path: Path) 
     (sysfs.dev / "nvme0n2").write_bytes(bytes(8192))
     with pytest.raises(Unavailable):
         find(sysfs, device.nguid, nsid=2)
+
+
+def test_two_drives_of_one_label_are_both_refused(device: Device, tmp_path: Path) -> None:
+    """One is a copy of the other, as a snapshot or a restored image: its blocks would be those of another time."""
+    (tmp_path / "copy").write_bytes(label(device.nguid))
+    with loop_device(tmp_path / "copy", SIZE_BYTES) as copy:
+        transport = device.transport()
+        with pytest.raises(VolumeMismatch, match="all labelled") as caught:
+            transport.connect(now_ms() + LONG_MS)
+        assert str(copy) in caught.value.message and str(device.path) in caught.value.message
+        transport.close()
 
 
 def test_blocks_longer_than_ours_are_refused(device: Device, tmp_path: Path) -> None:
