@@ -145,6 +145,29 @@ class Engine:
             engine.step()
         return {"status": found}
 
+    def abort_in_step(self, prompt: list[int]) -> dict[str, Any]:
+        """Begin a request, and give it up while the first step that computes it is under way."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        core = engine.engine_core.engine_core
+        make = core.scheduler.schedule
+
+        def schedule(*args: Any, **kwargs: Any) -> Any:
+            output = make(*args, **kwargs)
+            if output.num_scheduled_tokens:
+                core.aborts_queue.put(list(output.num_scheduled_tokens))
+            return output
+
+        core.scheduler.schedule = schedule
+        params = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
+        engine.add_request("given up", {"prompt_token_ids": prompt}, params)
+        while core.scheduler.requests:
+            engine.step()
+        core.scheduler.schedule = make
+        engine.abort_request(["given up"])
+        return {}
+
     def forget(self) -> dict[str, Any]:
         """Drop the engine's own prefix cache."""
         return {"dropped": self.llm.reset_prefix_cache()}

@@ -109,6 +109,16 @@ def test_what_a_step_computed_on_top_of_a_lost_block_is_not_stored(scene: Scene)
     assert again["tokens"] == answer and again["cached"] == [len(longer) // BLOCK * BLOCK]
 
 
+def test_what_is_given_up_while_its_load_fails_is_forgotten(scene: Scene) -> None:
+    """vLLM has put the blocks into its own cache by then, and does not hear of the failure."""
+    scene.rot(4, block=1, layer_group=0)
+    scene.engine.ask("forget")
+    lost = scene.count("lost_blocks:checksum_mismatch")
+    scene.engine.ask("abort_in_step", prompt=scene.PROMPTS[4])
+    assert scene.count("lost_blocks:checksum_mismatch") == lost + 1
+    assert scene.engine.generate(scene.PROMPTS[4])["tokens"] == [scene.answers[4]]
+
+
 def test_a_target_that_stops_in_the_middle_ends_the_step_in_time(scene: Scene) -> None:
     target = scene.node.target_pid
     os.kill(target, signal.SIGSTOP)
