@@ -110,7 +110,7 @@ peers: $(DEV) redis
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends nbdkit python3-libnbd; } >/dev/null \
 	    || echo 'nbdkit could not be installed; comparisons with it will be skipped' >&2; \
 	fi
-	@FOREBAY_CACHE='$(CACHE)' $(BIN)/python -m tests.envs mooncake
+	@FOREBAY_CACHE='$(CACHE)' $(BIN)/python -m tests.envs mooncake lmcache
 
 SECONDS ?= 60
 fuzz: $(DEV) ## fuzz codec, both ends, control calls and files, guided by coverage (SECONDS=60 for all; ARGS='--help' shows more)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from perf.harness import Row, Sizes, file_system, machine
-from perf.ratios import BENCHMARKS, NOT_UNASKED
+from perf.ratios import BENCHMARKS, GROUPS, NOT_UNASKED
 from perf.report import save, table
 from perf.workload import Bench, Skipped
 
@@ -56,7 +56,8 @@ QUICK = Sizes(
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m perf", description=__doc__)
-    which = f"of {', '.join(BENCHMARKS)}; all but {', '.join(sorted(NOT_UNASKED))} without"
+    groups = "; ".join(f"{name} for {', '.join(of)}" for name, of in GROUPS.items())
+    which = f"of {', '.join(BENCHMARKS)}; {groups}; all but {', '.join(sorted(NOT_UNASKED))} without"
     parser.add_argument("names", nargs="*", metavar="NAME", help=which)
     parser.add_argument("--quick", action="store_true", help="small sizes: whether it runs, not how fast")
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds of each comparison")
@@ -68,6 +69,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--disk", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="a directory on a disk"
     )
     arguments = parser.parse_args(argv)
+    arguments.names = [each for name in arguments.names for each in GROUPS.get(name, (name,))]
     unknown = [name for name in arguments.names if name not in BENCHMARKS]
     if unknown:
         parser.error(f"no comparison is called {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")

@@ -153,6 +153,8 @@ ENVIRONMENTS = {
         ),
         # A store that perf compares with.
         Environment("mooncake", "requirements-mooncake.lock", None, 512 * MIB, 300, "make bench"),
+        # Another one, used beside vLLM's packages.
+        Environment("lmcache", "requirements-lmcache.lock", None, 256 * MIB, 300, "make bench"),
         # Coverage-guided fuzzing.
         Environment("fuzz", "requirements-fuzz.lock", None, 512 * MIB, 300, "make bench"),
     )

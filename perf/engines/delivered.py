@@ -1,8 +1,8 @@
 """Bytes delivered into an engine's KV cache by the connector's worker half, for 1, 8 and 32 requests at once.
 
 Each request is 256 tokens of Llama-3.1-8B in 16 bits, 32 MiB of 8 blocks, from a node on tmpfs into cache tensors of 32
-layers. Beside it, in turns: a bare TCP receive of as many bytes into one buffer, without putting them anywhere, and a
-copy of as many from one place of memory to another.
+layers (of fewer, where sizes are small). Beside it, in turns: a bare TCP receive of as many bytes into one buffer,
+without putting them anywhere, and a copy of as many from one place of memory to another.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.envs import ENVIRONMENTS
 __all__ = ["run"]
 
 _CONCURRENT = (1, 8, 32)
-_REQUEST_BLOCKS = 8
-_BLOCK_BYTES = 4 << 20
+_REQUEST_BLOCKS, _STORED_BLOCKS = 8, 64
+_LAYERS, _LAYER_BYTES = 32, 128 << 10
 _AGAINST = {
     "tcp": "vLLM: bytes delivered to the KV cache by the connector, against bare TCP of as many into one buffer",
     "memcpy": "vLLM: bytes delivered to the KV cache by the connector, against a copy of as many in memory",
@@ -33,13 +33,14 @@ def run(bench: Bench) -> Iterator[Row]:
     if environment.missing:
         raise Skipped(environment.missing)
     sizes = bench.sizes
-    request_blocks = min(_REQUEST_BLOCKS, max(1, sizes.slot_bytes // (4 * _BLOCK_BYTES)))
-    with start_node(bench.memory_dir, max(sizes.node_bytes, 512 << 20)) as node:
+    layers = min(_LAYERS, max(1, sizes.working_bytes // _STORED_BLOCKS // _LAYER_BYTES))
+    with start_node(bench.memory_dir, sizes.node_bytes) as node:
         config = {
             "url": node.url,
             "servers": node.servers,
             "concurrent": _CONCURRENT,
-            "request_blocks": request_blocks,
+            "layers": layers,
+            "request_blocks": _REQUEST_BLOCKS,
             "slot_bytes": sizes.slot_bytes,
             "repeats": sizes.repeats,
         }
@@ -63,8 +64,9 @@ def run(bench: Bench) -> Iterator[Row]:
                 aim=None,
                 details={
                     "concurrent": int(concurrent),
-                    "request_bytes": request_blocks * _BLOCK_BYTES,
-                    "block_bytes": _BLOCK_BYTES,
+                    "layers": layers,
+                    "request_bytes": _REQUEST_BLOCKS * layers * _LAYER_BYTES,
+                    "block_bytes": layers * _LAYER_BYTES,
                     "file_system": file_system(bench.memory_dir),
                 },
             )

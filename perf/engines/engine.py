@@ -73,9 +73,14 @@ class MeasuredEngine(Engine):
         return {}
 
     def forget(self) -> dict[str, Any]:
-        """Drop the engine's own prefix cache, and what a connector keeps in this process' memory."""
+        """Drop the engine's own prefix cache, and what a connector keeps in memory.
+
+        A connector may hold blocks until the engine's next step: another request makes it take one.
+        """
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        return {"dropped": self.llm.reset_prefix_cache(reset_connector=scheduler.connector is not None)}
+        while not self.llm.reset_prefix_cache():
+            self.generate([[0]], max_tokens=1)
+        return {"dropped": scheduler.connector is None or scheduler.reset_connector_cache()}
 
     def steps(self, seeds: Sequence[int], tokens: int, max_tokens: int) -> dict[str, Any]:
         """Seconds of each step's `schedule` and `update_from_output` while these prompts are served at once.

@@ -30,9 +30,9 @@ from forebay.schema import Group, HashAlgorithm, Schema
 
 __all__ = ["main"]
 
-LAYERS, HEADS, TOKENS, CONTENT = 32, 8, 32, 2 * 128
-"""A block of 32 tokens of Llama-3.1-8B in 16 bits: 4 MiB."""
-BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT * 2
+HEADS, TOKENS, CONTENT = 8, 32, 2 * 128
+"""A layer's block of 32 tokens of Llama-3.1-8B in 16 bits: 128 KiB. All of its 32 layers have 4 MiB."""
+LAYER_BYTES = HEADS * TOKENS * CONTENT * 2
 STORED = 64
 _WAIT_S = 60
 
@@ -40,10 +40,11 @@ _WAIT_S = 60
 class Loading:
     """A worker half whose cache has ``STORED`` blocks that the node has too, and room for loads behind them."""
 
-    def __init__(self, url: str, requests: int, request_blocks: int) -> None:
+    def __init__(self, url: str, layers: int, requests: int, request_blocks: int) -> None:
         self.request_blocks = request_blocks
+        self.block_bytes = layers * LAYER_BYTES
         group = tiled(
-            Group("full", tuple(range(LAYERS)), TOKENS, HEADS, CONTENT * 2, "bfloat16", "perf"), max_ranks=HEADS
+            Group("full", tuple(range(layers)), TOKENS, HEADS, CONTENT * 2, "bfloat16", "perf"), max_ranks=HEADS
         )
         schema = Schema("vllm", bytes(32), HashAlgorithm(STABLE_HASH, TOKENS), (group,))
         settings = Settings.from_config({"url": url, "load_timeout_ms": 60_000, "staging_bytes": 1 << 30})
@@ -54,10 +55,10 @@ class Loading:
         self._worker = WorkerHalf(settings, (0, 1), self.counters, options, SystemClock())
         generator = torch.Generator().manual_seed(0)
         rows = STORED + requests * request_blocks
-        self.cache = torch.ones((LAYERS, rows, HEADS, TOKENS, CONTENT), dtype=torch.bfloat16)
+        self.cache = torch.ones((layers, rows, HEADS, TOKENS, CONTENT), dtype=torch.bfloat16)
         random = torch.randint(0, 1 << 15, self.cache[:, :STORED].shape, generator=generator, dtype=torch.int16)
         self.cache[:, :STORED] = random.view(torch.bfloat16)
-        held = GroupFacts(CacheGroup("full", TOKENS), tuple(range(LAYERS)), HEADS, CONTENT * 2, "bfloat16", "perf")
+        held = GroupFacts(CacheGroup("full", TOKENS), tuple(range(layers)), HEADS, CONTENT * 2, "bfloat16", "perf")
         self._worker.register([list(self.cache)], WorkerFacts((held,), TOKENS))
         self._keys = [hashlib.sha256(b"%d" % row).digest() for row in range(STORED)]
         self._number = 0
@@ -91,7 +92,7 @@ class Loading:
             received |= ended.requests
             if ended.failed or ended.failed_blocks or time.monotonic() > until:
                 raise RuntimeError(f"not loaded: {ended}, {self.counters.take()}")
-        return requests * self.request_blocks * BLOCK_BYTES
+        return requests * self.request_blocks * self.block_bytes
 
     def proved(self, requests: int) -> None:
         """Load once, and compare every byte. Raises `RuntimeError`."""
@@ -109,9 +110,10 @@ class Loading:
 
 def sides(loading: Loading, peer: TcpPeer, servers: tuple[int, ...], requests: int, times: int) -> list[Side]:
     """The connector, a bare TCP receive of as many bytes, and a copy of as many inside this process' memory."""
-    buffer = torch.ones(loading.request_blocks * BLOCK_BYTES, dtype=torch.uint8)
+    size = loading.block_bytes
+    buffer = torch.ones(loading.request_blocks * size, dtype=torch.uint8)
     flat = memoryview(buffer.numpy())
-    buffers = [flat[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES] for i in range(loading.request_blocks)]
+    buffers = [flat[i * size : (i + 1) * size] for i in range(loading.request_blocks)]
     places = list(loading.cache[:, STORED:].view(torch.uint8).reshape(-1)[: requests * len(flat)].split(len(flat)))
 
     def repeated(move: Callable[[], int]) -> Callable[[], int]:
@@ -139,17 +141,17 @@ def main(config: str) -> None:
     asked: dict[str, Any] = json.loads(config)
     torch.set_num_threads(1)
     concurrent = asked["concurrent"]
-    loading = Loading(asked["url"], max(concurrent), asked["request_blocks"])
+    loading = Loading(asked["url"], asked["layers"], max(concurrent), asked["request_blocks"])
     taken = {}
     try:
         loading.store()
-        with TcpPeer(STORED * BLOCK_BYTES) as peer:
+        with TcpPeer(STORED * loading.block_bytes) as peer:
             for row in range(STORED):
                 block = loading.cache[:, row].contiguous().view(torch.uint8).reshape(-1)
                 peer.put(row, [memoryview(block.numpy())])
             for requests in concurrent:
                 loading.proved(requests)
-                each = requests * asked["request_blocks"] * BLOCK_BYTES
+                each = requests * asked["request_blocks"] * loading.block_bytes
                 times = max(1, asked["slot_bytes"] // each)
                 samples = interleave(sides(loading, peer, tuple(asked["servers"]), requests, times), asked["repeats"])
                 taken[requests] = {name: [asdict(sample) for sample in each] for name, each in samples.items()}

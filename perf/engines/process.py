@@ -22,12 +22,16 @@ _CONNECTS = 200
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """What an engine is started with: vLLM's arguments, ``sizes`` of its model among them, and its environment."""
+    """What an engine is started with: vLLM's arguments, ``sizes`` of its model among them, and its environment.
+
+    ``module`` is what serves it.
+    """
 
     name: str
     arguments: Mapping[str, Any]
     transfer: Mapping[str, Any] | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
+    module: str = "perf.engines.engine"
 
 
 def forebay_connector(node: BenchNode, name: str, arguments: Mapping[str, Any], **extra: Any) -> EngineSetup:
@@ -63,7 +67,7 @@ class EngineProcess:
         self._log = log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [environment.python, "-m", "perf.engines.engine", model, json.dumps(config)],
+                [environment.python, "-m", setup.module, model, json.dumps(config)],
                 env=variables,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -1,7 +1,8 @@
-"""A prefix from disk behind a dropped page cache, against vLLM's own ``fs`` tier, with the same bytes.
+"""A prefix from disk behind a dropped page cache, against vLLM's own ``fs`` tier and LMCache, with the same bytes.
 
-Three engines with one model whose KV is as large as Llama-3.1-8B's (128 KiB a token) and whose computing is small: with
-Forebay's connector, with Forebay as a tier of vLLM's offloading connector, and with vLLM's ``fs`` tier there. Each
+Engines with one model whose KV is as large as Llama-3.1-8B's (128 KiB a token) and whose computing is small: with
+Forebay's connector, with Forebay as a tier of vLLM's offloading connector, with vLLM's ``fs`` tier there, and, where it
+is installed, with LMCache and its own files (`perf.engines.lmcache`). Each
 loads a prefix of 64 MiB for one request that waits for it, from files on the same disk whose pages were dropped just
 before (`perf.engines.cold`), into an engine whose own caches, host pool included, were emptied. What is timed is the
 whole request. On a CPU vLLM's tiering needs copies of its own between KV cache and host pool
@@ -10,17 +11,20 @@ whole request. On a CPU vLLM's tiering needs copies of its own between KV cache 
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forebay.measure.samples import process_cpu_s
 from perf.engines.cold import cached_bytes, drop
+from perf.engines.lmcache import lmcache_missing, lmcache_server
 from perf.engines.process import EngineProcess, EngineSetup, connect, engines, forebay_connector, vllm_version
 from perf.harness import Row, Sample, file_system, gb_per_s_row
-from perf.node import BenchNode, scratch, start_node
+from perf.node import scratch, start_node
 from perf.workload import Bench, Wrong
 
 __all__ = ["run"]
@@ -38,6 +42,9 @@ _TOKEN_BYTES = 32 * 4 * 2 * 128 * 4
 _PROMPTS, _WHOLE, _TOKENS = 2, 512, 520
 _POOL_BYTES = 256 << 20
 _NODE_BYTES = 512 << 20
+_STORE_S, _POLL_S = 120, 0.1
+_OURS = {"connector": "Forebay's connector", "tier": "Forebay's tier"}
+_THEIRS = {"fs": "vLLM's fs tier", "lmcache": "LMCache with files"}
 _SLACK_BYTES = 1 << 20
 """What a node may have written to its log and its metadata since."""
 _ARGUMENTS = {"sizes": _MODEL, "max_model_len": 1_024, "kv_cache_memory_bytes": 256 << 20}
@@ -50,6 +57,14 @@ class _Way:
     engine: EngineProcess
     files: Path
     servers: tuple[int, ...]
+
+    def stored(self, size: int) -> None:
+        """Wait until so many bytes have reached the disk. Raises `Wrong`."""
+        until = time.monotonic() + _STORE_S
+        while sum(path.stat().st_blocks * 512 for path in self.files.rglob("*")) < size:
+            if time.monotonic() > until:
+                raise Wrong(f"{self.files} has not got what was computed")
+            time.sleep(_POLL_S)
 
     def sample(self, seed: int) -> tuple[Sample, int]:
         """One request from nothing but the disk, and its first token. Raises `Wrong`."""
@@ -77,47 +92,48 @@ def _offloading(name: str, tier: dict[str, Any], variables: dict[str, str] | Non
     return EngineSetup(name, _ARGUMENTS, transfer, variables or {})
 
 
-def _setups(folder: Path, nodes: dict[str, BenchNode]) -> list[EngineSetup]:
-    tier = nodes["tier"]
-    ours = {"type": "ForebayTier", "module_path": "forebay.connectors.vllm.tier", "url": tier.url}
-    return [
-        forebay_connector(nodes["connector"], "connector", _ARGUMENTS, guard=False),
-        _offloading("tier", ours, {"FOREBAY_TOKEN": tier.token}),
-        _offloading("fs", {"type": "fs", "root_dir": str(folder / "fs")}),
-    ]
-
-
 def run(bench: Bench) -> Iterator[Row]:
-    """A row for each of Forebay's seams. Raises `Skipped` without vLLM's environment, or a disk."""
+    """A row for each of Forebay's seams and each of the others. Raises `Skipped` without vLLM, or a disk."""
     version, disk = vllm_version(), bench.disk()
-    with (
-        scratch(disk) as folder,
-        start_node(disk, _NODE_BYTES) as connector_node,
-        start_node(disk, _NODE_BYTES) as tier_node,
-    ):
-        (folder / "fs").mkdir()
-        nodes = {"connector": connector_node, "tier": tier_node}
-        with engines(folder, _setups(folder, nodes)) as started:
-            connect(started["connector"])
-            ways = {name: _Way(started[name], node.data, node.servers) for name, node in nodes.items()}
-            ways["fs"] = _Way(started["fs"], folder / "fs", ())
-            samples = _samples(ways, bench.sizes.repeats)
-    for name, what in (("connector", "Forebay's connector"), ("tier", "Forebay's tier")):
-        yield gb_per_s_row(
-            f"vllm.cold.{name}/fs",
-            f"vLLM: a prefix of 64 MiB from disk, page cache dropped: {what} against vLLM's fs tier",
-            samples[name],
-            samples["fs"],
-            aim=None,
-            details={
-                "vllm": version,
-                "bytes": _WHOLE * _TOKEN_BYTES,
-                "request_ms": _milliseconds(samples[name]),
-                "baseline_request_ms": _milliseconds(samples["fs"]),
-                "dropped_by": "POSIX_FADV_DONTNEED",
-                "file_system": file_system(disk),
-            },
-        )
+    with ExitStack() as stack:
+        folder = stack.enter_context(scratch(disk))
+        nodes = {name: stack.enter_context(start_node(disk, _NODE_BYTES)) for name in _OURS}
+        ours = {"type": "ForebayTier", "module_path": "forebay.connectors.vllm.tier", "url": nodes["tier"].url}
+        setups = [
+            forebay_connector(nodes["connector"], "connector", _ARGUMENTS, guard=False),
+            _offloading("tier", ours, {"FOREBAY_TOKEN": nodes["tier"].token}),
+            _offloading("fs", {"type": "fs", "root_dir": str(folder / "fs")}),
+        ]
+        places = {name: (node.data, node.servers) for name, node in nodes.items()} | {"fs": (folder / "fs", ())}
+        about = {"vllm": version, "lmcache": lmcache_missing()}
+        if about["lmcache"] is None:
+            server = stack.enter_context(lmcache_server(folder / "lmcache", folder / "lmcache-server.log"))
+            setups.append(server.engine("lmcache", _ARGUMENTS))
+            places["lmcache"] = folder / "lmcache", (server.pid,)
+            about["lmcache"] = server.version
+        for files, _ in places.values():
+            files.mkdir(exist_ok=True)
+        started = stack.enter_context(engines(folder, setups))
+        connect(started["connector"])
+        ways = {name: _Way(started[name], *place) for name, place in places.items()}
+        samples = _samples(ways, bench.sizes.repeats)
+    for theirs in (name for name in samples if name not in _OURS):
+        for name, what in _OURS.items():
+            yield gb_per_s_row(
+                f"vllm.cold.{name}/{theirs}",
+                f"vLLM: a prefix of 64 MiB from disk, page cache dropped: {what} against {_THEIRS[theirs]}",
+                samples[name],
+                samples[theirs],
+                aim=None,
+                details={
+                    **about,
+                    "bytes": _WHOLE * _TOKEN_BYTES,
+                    "request_ms": _milliseconds(samples[name]),
+                    "baseline_request_ms": _milliseconds(samples[theirs]),
+                    "dropped_by": "POSIX_FADV_DONTNEED",
+                    "file_system": file_system(disk),
+                },
+            )
 
 
 def _samples(ways: dict[str, _Way], rounds: int) -> dict[str, list[Sample]]:
@@ -127,6 +143,8 @@ def _samples(ways: dict[str, _Way], rounds: int) -> dict[str, list[Sample]]:
             answer = way.engine.ask("timed", seed=seed, tokens=_TOKENS)
             if answer["cached"] or tokens.setdefault(seed, answer["token"]) != answer["token"]:
                 raise Wrong("the engines do not compute the same")
+    for way in ways.values():
+        way.stored(_PROMPTS * _WHOLE * _TOKEN_BYTES)
     samples: defaultdict[str, list[Sample]] = defaultdict(list)
     order = list(ways)
     for number in range(1 + rounds):

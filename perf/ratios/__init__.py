@@ -24,7 +24,7 @@ from perf.ratios import (
 )
 from perf.workload import Bench
 
-__all__ = ["BENCHMARKS", "NOT_UNASKED"]
+__all__ = ["BENCHMARKS", "GROUPS", "NOT_UNASKED", "OF_ENGINES"]
 
 BENCHMARKS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "get_tcp": get_tcp.run,
@@ -52,5 +52,13 @@ BENCHMARKS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "replay": replay.run,
 }
 
-NOT_UNASKED = frozenset({"scale", "kill"})
+OF_ENGINES = frozenset({"vllm_added", "vllm_tiers", "vllm_first_token"})
+"""Those that start vLLM itself."""
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "engines": ("vllm_added", "vllm_delivered", "vllm_tiers", "vllm_first_token", "break_even", "replay")
+}
+"""Names for several at once."""
+
+NOT_UNASKED = frozenset({"scale", "kill", *GROUPS["engines"]})
 """Comparisons that take long, and are made only when named."""

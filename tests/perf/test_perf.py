@@ -9,7 +9,7 @@ import pytest
 from perf import page, report
 from perf.__main__ import main
 from perf.harness import Row, Sample, Side, Sizes, file_system, gb_per_s_row, interleave, interval, latency_row
-from perf.ratios import BENCHMARKS
+from perf.ratios import BENCHMARKS, OF_ENGINES
 from perf.redis_peer import missing_redis
 from perf.workload import Bench, Skipped, Workload, Wrong
 
@@ -26,12 +26,19 @@ TINY = Sizes(
     match_calls=5,
     flushes=2,
     scale_blocks=2_000,
+    replay_s=0.5,
 )
 MEMORY = Path("/dev/shm")
 
 
 @pytest.mark.skipif(file_system(MEMORY) != "tmpfs", reason="/dev/shm is not on tmpfs")
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long, pytest.mark.vllm] if name in OF_ENGINES else [])
+        for name in BENCHMARKS
+    ],
+)
 def test_comparison_runs(name: str, tmp_path: Path) -> None:
     if "redis" in name and (missing := missing_redis()):
         pytest.skip(missing)
