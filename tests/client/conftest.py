@@ -204,10 +204,15 @@ class NodeProcess(NodeAccess):
     @property
     def target_pid(self) -> int:
         """Of the target as it is now; the node starts it again when it dies."""
+        found = [0]  # a signal to 0, which it is while the target does not answer, would be for this process too
         with self.admin() as admin:
-            pid = admin.status().target_pid
-        assert pid > 0, "the target does not answer"  # and a signal to 0 would be for this process too
-        return pid
+
+            def answered() -> bool:
+                found[0] = admin.status().target_pid
+                return found[0] > 0
+
+            eventually(answered, "the target's answer", 60)
+        return found[0]
 
     def kill_target(self) -> None:
         os.kill(self.target_pid, signal.SIGKILL)
