@@ -11,7 +11,7 @@ import secrets
 import struct
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -79,12 +79,21 @@ class FsckReport:
 class Fsck:
     """One check of a store, the volumes of its drives (by name) and the index checkpoint at ``checkpoint``.
 
-    Whoever calls holds the data directory.
+    ``elsewhere`` are drives that only a running target reaches: of those metadata alone are checked. Whoever calls
+    holds the data directory.
     """
 
-    def __init__(self, store: Store, files: Mapping[str, LabelledVolumes], checkpoint: Path) -> None:
+    def __init__(
+        self,
+        store: Store,
+        files: Mapping[str, LabelledVolumes],
+        checkpoint: Path,
+        *,
+        elsewhere: Collection[str] = (),
+    ) -> None:
         self._store = store
         self._files = files
+        self._elsewhere = frozenset(elsewhere)
         self._checkpoint = checkpoint
         self._findings: list[Finding] = []
         self._checked: Counter[str] = Counter()
@@ -153,18 +162,23 @@ class Fsck:
         for volume in state.volumes:
             self._checked["volumes"] += 1
             files = self._files.get(volume.drive)
-            if files is None:
+            if files is None and volume.drive not in self._elsewhere:
                 self._wrong(
                     "volumes", f"volume {volume.id} lies on {volume.drive!r}, which is not configured", _REFUSES
                 )
                 continue
-            named[volume.drive].add(volume.id)
+            if files is not None:
+                named[volume.drive].add(volume.id)
             if volume.namespace not in known:
                 if state.namespaces.get(str(volume.namespace)) is None:
                     self._wrong("volumes", f"volume {volume.id} has no namespace", _REFUSES)
                 continue
             self._volumes[volume.id] = volume
             self._maps[volume.id] = ExtentMap(volume.id, meta.region_bytes, volume.regions)
+            if files is None:
+                what = f"volume {volume.id} lies on {volume.drive!r}, which only a running target reaches"
+                self._note("volumes", what, "`forebay scrub` reads it")
+                continue
             expected = VolumeLabel(
                 meta.node_id,
                 volume.id,
@@ -384,7 +398,10 @@ class Fsck:
     # ------------------------------------------------------------------------------------------------ inside
 
     def _open(self, volume: VolumeId) -> OpenVolume | None:
-        path = self._files[self._volumes[volume].drive].path(volume)
+        files = self._files.get(self._volumes[volume].drive)
+        if files is None:
+            return None
+        path = files.path(volume)
         try:
             return OpenVolume(f"vol{volume}", path, readonly=True)
         except OSError as error:

@@ -17,7 +17,7 @@ from forebay.appliance.dataplane.target.volume import Volume
 from forebay.appliance.settings import Endpoint
 from forebay.cli.context import Session
 from forebay.cli.demo.node import DemoNode
-from forebay.cli.doctor import hashes, machine, network, storage
+from forebay.cli.doctor import hashes, machine, network, spdk, storage
 from forebay.cli.doctor.finding import Finding
 from forebay.cli.exits import OK
 from forebay.cli.main import run
@@ -297,3 +297,56 @@ def test_schemas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_schema(content: bytes, tmp_path: Path) -> None:
     assert levels(findings(tmp_path, content)) == ["fail"]
     assert levels(hashes.check_schema(tmp_path / "absent")) == ["fail"]
+
+
+class TestSpdk:
+    """`[target] kind = "spdk"`."""
+
+    @staticmethod
+    def config(tmp_path: Path, text: str) -> Config:
+        (tmp_path / "c.toml").write_text(f'data = "data"\n[target]\nkind = "spdk"\n{text}')
+        return load(tmp_path / "c.toml", environ={})
+
+    @staticmethod
+    def machine(tmp_path: Path, **drivers: str) -> Path:
+        """/proc with 2 GiB free and 1 GiB in huge pages, and /sys with these PCI devices and their drivers."""
+        (tmp_path / "proc").mkdir()
+        text = "MemAvailable: 2097152 kB\nHugePages_Free:  512\nHugepagesize:       2048 kB\n"
+        (tmp_path / "proc/meminfo").write_text(text)
+        for number, driver in enumerate(drivers.values()):
+            device = tmp_path / f"sys/bus/pci/devices/0000:0{number}:00.0"
+            device.mkdir(parents=True)
+            if driver:
+                (tmp_path / "sys/bus/pci/drivers" / driver).mkdir(parents=True, exist_ok=True)
+                (device / "driver").symlink_to(tmp_path / "sys/bus/pci/drivers" / driver)
+        return tmp_path
+
+    def test_nothing_is_said_where_the_target_is_forebays_own(self, config: Config) -> None:
+        assert not list(spdk.check_spdk(config))
+
+    def test_the_program_and_its_memory(self, tmp_path: Path) -> None:
+        root = self.machine(tmp_path)
+        config = self.config(tmp_path, "[nvmf_tgt]\nbinary = '/bin/sh'")
+        assert levels(spdk.check_spdk(config, root=root)) == ["ok", "ok"]
+        config = self.config(tmp_path, "[nvmf_tgt]\nbinary = 'none'\nmemory = '3GiB'")
+        assert levels(spdk.check_spdk(config, root=root)) == ["fail", "fail"]
+        config = self.config(tmp_path, "[nvmf_tgt]\nbinary = '/bin/sh'\nhugepages = true\nmemory = '2GiB'")
+        found = list(spdk.check_spdk(config, root=root))
+        assert levels(found) == ["ok", "fail"] and "vm.nr_hugepages=1024" in found[1].fix
+
+    def test_a_socket_where_nobody_answers(self, tmp_path: Path) -> None:
+        (found,) = spdk.check_spdk(self.config(tmp_path, "[nvmf_tgt]\nsocket = 'none.sock'"))
+        assert found.level == "fail" and "none.sock" in found.what
+
+    def test_drives(self, tmp_path: Path) -> None:
+        root = self.machine(tmp_path, a="vfio-pci", b="nvme", c="")
+        (tmp_path / "disk").touch()
+        drives = ["nvme:0000:00:00.0", "nvme:0000:01:00.0", "nvme:0000:02:00.0", "nvme:0000:09:00.0"]
+        text = "[nvmf_tgt]\nbinary = '/bin/sh'\nhugepages = {}\n" + "".join(
+            f"[[drives]]\nbdev = '{bdev}'\n" for bdev in [*drives, "aio:disk", "uring:none"]
+        )
+        text += "[[drives]]\nbdev = 'malloc:m'\ncapacity = '1GiB'\n"
+        found = list(spdk.check_spdk(self.config(tmp_path, text.format("true")), root=root))[2:]
+        assert levels(found) == ["ok", "fail", "fail", "fail", "ok", "fail", "warn", "warn", "warn"]
+        found = list(spdk.check_spdk(self.config(tmp_path, text.format("false")), root=root))[2:]
+        assert (found[0].level, found[0].fix) == ("fail", "nvmf_tgt.hugepages = true")

@@ -68,8 +68,9 @@ def _opened(config: Config, *, read_only: bool) -> Iterator[Fsck]:
             ) from e
         store = RocksStore(path, read_only=read_only)
         stack.callback(store.close)
-        files = {f"drive{i}": volumes_on(drive.path) for i, drive in enumerate(config.drives)}
-        yield Fsck(store, files, config.metadata_dir / FILE_NAME)
+        drives = {f"drive{i}": drive for i, drive in enumerate(config.drives)}
+        files = {name: volumes_on(drive.path) for name, drive in drives.items() if drive.bdev is None}
+        yield Fsck(store, files, config.metadata_dir / FILE_NAME, elsewhere=drives.keys() - files.keys())
 
 
 def _check(config: Config, *, media: bool) -> FsckReport:

@@ -26,7 +26,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def _findings(session: Session, config: Config, schema: Path | None) -> Iterator[Finding]:
-    from forebay.cli.doctor import hashes, machine, network, storage
+    from forebay.cli.doctor import hashes, machine, network, spdk, storage
 
     rdma = list(machine.check_rdma())
     yield from machine.check_libraries()
@@ -37,8 +37,11 @@ def _findings(session: Session, config: Config, schema: Path | None) -> Iterator
     drives = network.drives_in_use(session) if about is not None else None
     if drives is None:
         drives = [(f"drive{number}", drive.path, drive.capacity_bytes) for number, drive in enumerate(config.drives)]
+    of_target = {Path(drive.bdev) for drive in config.drives if drive.bdev is not None}
     for name, path, capacity_bytes in drives:
-        yield from storage.check_drive(name, path, capacity_bytes)
+        if path not in of_target:
+            yield from storage.check_drive(name, path, capacity_bytes)
+    yield from spdk.check_spdk(config)
     yield from network.check_ports(config, about)
     yield from machine.check_nvme()
     yield from rdma
