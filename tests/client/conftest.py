@@ -176,7 +176,7 @@ class NodeProcess(NodeAccess):
         described.unlink(missing_ok=True)
         with (self.data.parent / "node.log").open("ab") as log:
             self.process = subprocess.Popen([*command, "--capacity", self.capacity], env=env, stdout=log, stderr=log)
-        eventually(lambda: described.exists() or self.process.poll() is not None, "node.json")
+        eventually(lambda: described.exists() or self.process.poll() is not None, "node.json", 60)
         self.info = json.loads(described.read_text())
         self.grpc = str(self.info["grpc"])
         self.url = f"forebay://{self.grpc}"
