@@ -169,6 +169,14 @@ class TargetConfig:
         "that way (docs/transports.md). Such a host reads every byte of the tenant's volumes, whatever the rights of who "
         "uses it; it never has a grant to write.",
     )
+    authentication: str = setting(
+        "authentication",
+        Choice(("none", "dhchap")),
+        "none",
+        "Whether a client process has to prove to the target that it is the host that its session was given, and the "
+        "target to it (DH-HMAC-CHAP): by secrets that the session brings, so the API needs TLS for them to stay "
+        "secret. Clients older than that are refused (ADR 13).",
+    )
     on_stop: str = setting(
         "on_stop",
         Choice(("stop", "keep")),

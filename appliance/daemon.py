@@ -344,6 +344,7 @@ class _Daemon:
                 watermarks=Watermarks(config.space.high_watermark, config.space.low_watermark),
                 scrub=ScrubLimits(config.scrub.rate_bytes_per_s, config.scrub.interval_ms),
                 attached_hosts=tuple((host.tenant, host.nqn) for host in config.target.attached_hosts),
+                authentication=config.target.authentication == "dhchap",
             )
             node = await Node.open(
                 store,

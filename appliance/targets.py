@@ -7,6 +7,7 @@ from pathlib import Path
 
 from forebay.appliance.config import Config
 from forebay.appliance.dataplane.embedded import EmbeddedTarget
+from forebay.appliance.dataplane.host_keys import HostKeyFiles
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.spdk import MAX_IO_BYTES, QosLimits, SpdkTarget
 from forebay.appliance.dataplane.spdk_program import SpdkProgram
@@ -49,9 +50,10 @@ def drive_target(config: Config, socket: Path, node_id: bytes, tracer: Tracer | 
     timeout_s = target.rpc_timeout_ms / 1000
     rpc = JsonRpcClient(socket, timeout_s=timeout_s, tracer=tracer)
     node, listen = node_id.hex()[:16], target.listen
+    keys = HostKeyFiles(config.data / "run" / "keys") if target.authentication == "dhchap" else None
     if target.kind == "embedded":
         limits = TransportLimits(max_io_bytes=target.max_command_bytes, in_capsule_bytes=target.in_capsule_bytes)
-        return EmbeddedTarget(rpc, node=node, address=listen.host, port=listen.port, limits=limits)
+        return EmbeddedTarget(rpc, node=node, address=listen.host, port=listen.port, limits=limits, keys=keys)
     rdma = spdk.rdma_listen
     return SpdkTarget(
         rpc,
@@ -69,6 +71,7 @@ def drive_target(config: Config, socket: Path, node_id: bytes, tracer: Tracer | 
         ],
         qos=QosLimits(spdk.volume_ios_per_s, spdk.volume_read_bytes_per_s, spdk.volume_write_bytes_per_s),
         timeout_s=timeout_s,
+        keys=keys,
     )
 
 

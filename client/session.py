@@ -22,6 +22,8 @@ from forebay.client.transports.controller import SubsystemAddress
 from forebay.clock import Clock
 from forebay.errors import ForebayError, ProtocolError, SchemaInvalid, SessionExpired, StaleIncarnation, Unavailable
 from forebay.ids import BlockKey, HostIdentity
+from forebay.nvmetcp.secret import HostSecrets, Secret
+from forebay.nvmetcp.spec import DhGroup
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import keys_to_proto, pack, unpack
 from forebay.schema import Schema
@@ -280,8 +282,8 @@ class Session:
         return self._view_of(reply, joined=joined)
 
     def _view_of(self, reply: pb.SessionReply, *, joined: bool) -> SessionView:
-        host = HostIdentity(reply.host_nqn, reply.host_id)
         try:
+            host = HostIdentity(reply.host_nqn, reply.host_id, _secrets(reply))
             scope_ids = tuple(unpack("u32", reply.scope_ids, "scope_ids"))
             routes = self._routes(host, reply.endpoints, reply.volumes)
         except ForebayError as e:
@@ -470,3 +472,14 @@ class Session:
                 self.rpc.call(self.rpc.blocks.Abort, request, deadline_ms)
             except ForebayError as e:
                 _log.info("%d writes were not aborted, they will expire: %s", len(write_ids), e)
+
+
+def _secrets(reply: pb.SessionReply) -> HostSecrets | None:
+    """What the session brings to authenticate by. Raises `InvalidArgument`.
+
+    They are random keys of the node's, so nothing is gained by a Diffie-Hellman exchange, which takes a while.
+    """
+    if not reply.host_secret:
+        return None
+    target = Secret.parse(reply.target_secret) if reply.target_secret else None
+    return HostSecrets(Secret.parse(reply.host_secret), target, groups=(DhGroup.NULL,))

@@ -146,8 +146,10 @@ class DataCalls:
         return await self._describe(session, host, list(session.scopes))
 
     async def _describe(self, session: Session, host: HostIdentity, scopes: Sequence[int]) -> pb.SessionReply:
-        limits = self._node.limits
+        limits, secrets = self._node.limits, host.secrets
         return pb.SessionReply(
+            host_secret=secrets.host.text() if secrets is not None else "",
+            target_secret=secrets.controller.text() if secrets is not None and secrets.controller is not None else "",
             session=session.id,
             token=session.token,
             incarnation=self._node.meta.incarnation,

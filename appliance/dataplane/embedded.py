@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 from uuid import UUID
 
+from forebay.appliance.dataplane.host_keys import HostKeyFiles
 from forebay.appliance.dataplane.interface import (
     Barrier,
     Capabilities,
@@ -49,8 +50,9 @@ class EmbeddedTarget(NvmfTarget):
         address: str = "127.0.0.1",
         port: int = 0,
         limits: TransportLimits | None = None,
+        keys: HostKeyFiles | None = None,
     ) -> None:
-        super().__init__(rpc, node=node, address=address, port=port, limits=limits)
+        super().__init__(rpc, node=node, address=address, port=port, limits=limits, keys=keys)
         self._incarnation = 0
         self._number = 0
         self._capabilities: Capabilities | None = None  # of the process that answers now

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import NAMESPACE_URL, UUID, uuid5
 
+from forebay.appliance.dataplane.host_keys import HostKeyFiles
 from forebay.appliance.dataplane.interface import (
     Barrier,
     Capabilities,
@@ -106,8 +107,9 @@ class SpdkTarget(NvmfTarget):
         qos: QosLimits | None = None,
         stores: Sequence[StoreDrive] = (),
         timeout_s: float = 10.0,
+        keys: HostKeyFiles | None = None,
     ) -> None:
-        super().__init__(rpc, node=node, address=address, port=port, limits=limits, listeners=listeners)
+        super().__init__(rpc, node=node, address=address, port=port, limits=limits, listeners=listeners, keys=keys)
         self._qos = qos or QosLimits()
         self._timeout_s = timeout_s
         self._files = VolumeFiles(timeout_s)
@@ -136,7 +138,7 @@ class SpdkTarget(NvmfTarget):
                     await self._expel(nqn, host.nqn, allowed=allowed)
                 finally:
                     if allowed:
-                        await self._rpc.call("nvmf_subsystem_add_host", {"nqn": nqn, "host": host.nqn})
+                        await self._allow(nqn, host.nqn)
 
     async def teardown_all(self, incarnation: int) -> None:
         """See `Target.teardown_all`. Nothing of an earlier daemon is under way: regions are cleared by it, not here."""
@@ -180,7 +182,7 @@ class SpdkTarget(NvmfTarget):
                 raise Unavailable(f"commands of host {name} do not end", field="target")
             await asyncio.sleep(_AGAIN_S)
             if not allowed:  # it was connecting meanwhile, or lost its right without its connections
-                await self._rpc.call("nvmf_subsystem_add_host", {"nqn": nqn, "host": name})
+                await self._allow(nqn, name)
             allowed = True
 
     async def grant(self, grants: Sequence[WriteGrant]) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
+from forebay.appliance.dataplane.host_keys import HostKeyFiles
 from forebay.appliance.dataplane.interface import EndpointInfo, HostView, Target, VolumeSpec
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.errors import AlreadyExists, ForebayError, NotFound, TargetFailed, TargetRefused, Unavailable
@@ -86,7 +88,10 @@ class NvmfTarget(Target):
         port: int = 0,
         limits: TransportLimits | None = None,
         listeners: Sequence[Listener] = (),
+        keys: HostKeyFiles | None = None,
     ) -> None:
+        self._keys = keys
+        self._provers: dict[str, HostIdentity] = {}  # hosts that have to prove who they are, by NQN
         self._rpc = rpc
         self._node = node
         self._address = address
@@ -201,11 +206,13 @@ class NvmfTarget(Target):
     async def _add_host(self, tenant: str, host: HostIdentity, volumes: Sequence[VolumeSpec]) -> None:
         nqn = self.subsystem_nqn(tenant)
         visible = {spec.nsid for spec in volumes}
+        if host.secrets is not None:
+            self._provers[host.nqn] = host
 
         async def admit() -> None:
             look = self._looks.get(nqn) or self._seen(nqn, await self._ensure_subsystem(tenant))
             if host.nqn not in look.hosts:
-                await self._rpc.call("nvmf_subsystem_add_host", {"nqn": nqn, "host": host.nqn})
+                await self._allow(nqn, host.nqn)
                 look.hosts.add(host.nqn)
             for nsid, seen_by in look.seen_by.items():
                 values = {"nqn": nqn, "nsid": nsid, "host": host.nqn}
@@ -244,6 +251,34 @@ class NvmfTarget(Target):
 
         async with self._shape:
             await self._by_look(nqn, expel)
+            await self._forget_keys(host.nqn)
+
+    async def _allow(self, nqn: str, name: str) -> None:
+        """Let a host connect to a subsystem: one that has secrets by these alone."""
+        values = {"nqn": nqn, "host": name}
+        host = self._provers.get(name)
+        if host is not None:
+            if self._keys is None:
+                raise TargetRefused(f"host {name} has secrets, which this driver does not pass on", field="host")
+            try:
+                written = await asyncio.to_thread(self._keys.write, host)
+            except OSError as error:
+                raise Unavailable(f"the secrets of a host cannot be written: {error.strerror}", field="host") from error
+            for parameter, (key, path) in written.items():
+                with suppress(AlreadyExists):
+                    await self._rpc.call("keyring_file_add_key", {"name": key, "path": str(path)})
+                values[parameter] = key
+        await self._rpc.call("nvmf_subsystem_add_host", values)
+
+    async def _forget_keys(self, name: str) -> None:
+        """A host has no right to connect any more: nobody needs its secrets."""
+        self._provers.pop(name, None)
+        if self._keys is None:
+            return
+        for key in self._keys.names(name):
+            with suppress(NotFound):
+                await self._rpc.call("keyring_file_remove_key", {"name": key})
+        await asyncio.to_thread(self._keys.forget, name)
 
     async def _by_look(self, nqn: str, act: Callable[[], Awaitable[None]]) -> None:
         """Act by what is known of a subsystem, and once more by a fresh look if that fails: it may be another target's.
@@ -355,6 +390,7 @@ class NvmfTarget(Target):
                 found.append(f"host {name} is not of a live session")
                 await self._remove_host(nqn, subsystem, name)
                 await self._end_host(name)
+                await self._forget_keys(name)
             for one in subsystem["namespaces"]:
                 if not one["wanted"]:
                     found.append(f"NSID {one['nsid']} of {nqn} is not a volume of this node")

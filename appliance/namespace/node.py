@@ -59,6 +59,7 @@ from forebay.errors import (
 )
 from forebay.ids import HostIdentity
 from forebay.index import BlockIndex, RowState, findable
+from forebay.nvmetcp.secret import HostSecrets, Secret
 from forebay.schema import Schema
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class NodeLimits:
     scrub: ScrubLimits = field(default_factory=ScrubLimits)
     attached_hosts: tuple[tuple[str, str], ...] = ()
     """Hosts that belong to no session and see all volumes of a tenant: (tenant, NQN)."""
+    authentication: bool = False
+    """Hosts of sessions prove to the target who they are, and the target to them."""
 
 
 class Node:
@@ -411,7 +414,9 @@ class Node:
 
     async def _new_host(self, session: Session) -> HostIdentity:
         fresh = str(uuid.UUID(bytes=self.engine.random(16), version=4))
-        host = HostIdentity(_NQN + fresh, fresh)
+        random = self.engine.random
+        secrets = HostSecrets(Secret.generate(random), Secret.generate(random)) if self.limits.authentication else None
+        host = HostIdentity(_NQN + fresh, fresh, secrets)
         async with self._hosts_changing:
             if session.state is not SessionState.OPEN:
                 raise SessionExpired("the session ended while the call ran", field="context.session")

@@ -28,7 +28,7 @@ def authenticate(
         return
     if secrets is None:
         raise TargetRefused("the target wants in-band authentication, and this host has no secret")
-    proof = HostAuthentication(secrets, host.nqn, subsystem_nqn, transaction)
+    proof = HostAuthentication(secrets, host.nqn, subsystem_nqn, transaction, groups=secrets.groups)
     message: bytes | None = proof.start()
     try:
         while message is not None:

@@ -459,3 +459,17 @@ def test_garbage_raises_nothing_but_the_protocol_error(role: Role, ready: bool, 
             assert 24 <= len(error.termination) <= spec.TERM_MAX_BYTES
     assert conn.bytes_wanted >= 0
     assert len(conn._buffer) == MAX_HEADER_BYTES  # nothing is ever allocated by a length that the peer claims
+
+
+@pytest.mark.parametrize("success", [True, False])
+def test_authentication_receive_may_bring_less_than_there_is_room_for(success: bool) -> None:  # Base §6.1
+    host, ctrl = pair()
+    ctrl.receive_data(join(host.send_command(command.authentication_receive(3, 4096), read_bytes=4096)))
+    sent: list[Buffer] = [ctrl.send_c2h_data(3, 100, last=True, success=success), bytes(100)]
+    if not success:
+        sent.append(ctrl.send_response(3))
+    events = host.receive_data(join(sent))
+    assert isinstance(events[-1], DataEnd if success else ResponseReceived)
+    ctrl.receive_data(join(host.send_command(command.authentication_receive(4, 4096), read_bytes=4096)))
+    with pytest.raises(PduError):  # nothing at all is no message
+        host.receive_data(ctrl.send_response(4))

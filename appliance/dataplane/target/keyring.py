@@ -53,12 +53,13 @@ class Keyring:
 
     def host_keys(self, name: str, controller_name: str | None) -> HostKeys:
         """What a host is to have. ENOKEY."""
-        with self._lock:
-            found = [self._keys.get(one) for one in (name, controller_name) if one is not None]
-        if not all(found):
-            raise OSError(errno.ENOKEY, os.strerror(errno.ENOKEY))
-        secrets = [one[1] for one in found if one is not None]
-        return HostKeys(name, controller_name, HostSecrets(*secrets))
+        try:
+            with self._lock:
+                own = self._keys[name][1]
+                controller = self._keys[controller_name][1] if controller_name is not None else None
+        except KeyError:
+            raise OSError(errno.ENOKEY, os.strerror(errno.ENOKEY)) from None
+        return HostKeys(name, controller_name, HostSecrets(own, controller))
 
 
 def _read(path: Path) -> Secret:

@@ -37,7 +37,7 @@ from forebay.nvmetcp.events import (
     TermReceived,
 )
 from forebay.nvmetcp.pdu import PduError
-from forebay.nvmetcp.spec import FatalError, PduFlag, PduType
+from forebay.nvmetcp.spec import FabricsType, FatalError, PduFlag, PduType
 from forebay.nvmetcp.states import RECEIVE_INPUTS, TRANSITIONS, Input, Role, State
 
 __all__ = ["MAX_HEADER_BYTES", "MIN_MAX_H2C_DATA_BYTES", "Buffer", "Connection"]
@@ -70,10 +70,11 @@ _FLAGS_AT, _HLEN_AT, _PDO_AT, _PLEN_AT, _CCCID_AT, _TTAG_AT, _DATAO_AT, _DATAL_A
 class _Transfer:
     """Host role: how far one command's data has come."""
 
-    __slots__ = ("r2t_open", "read_bytes", "received_bytes", "requested_bytes", "write_bytes")
+    __slots__ = ("least_bytes", "r2t_open", "read_bytes", "received_bytes", "requested_bytes", "write_bytes")
 
-    def __init__(self, read_bytes: int, write_bytes: int) -> None:
+    def __init__(self, read_bytes: int, write_bytes: int, *, exact: bool) -> None:
         self.read_bytes = read_bytes
+        self.least_bytes = read_bytes if exact else 1
         self.received_bytes = 0
         self.write_bytes = write_bytes
         self.requested_bytes = 0
@@ -391,7 +392,7 @@ class Connection:
             self._refuse(f"a response to command {cid}, which is not open", FatalError.INVALID_HEADER_FIELD, 20, header)
         code = (status >> 1) & 0x7FF
         if code == 0 and (
-            transfer.received_bytes != transfer.read_bytes
+            transfer.received_bytes < transfer.least_bytes
             or transfer.requested_bytes != transfer.write_bytes
             or transfer.r2t_open
         ):
@@ -434,7 +435,7 @@ class Connection:
             if length_bytes > transfer.read_bytes - offset_bytes:
                 self._refuse(f"{length_bytes} bytes too many", FatalError.DATA_OUT_OF_RANGE, _DATAL_AT, header)
             transfer.received_bytes += length_bytes
-            if success and not (last and transfer.received_bytes == transfer.read_bytes):
+            if success and not (last and transfer.received_bytes >= transfer.least_bytes):
                 self._refuse("SUCCESS before the last byte", FatalError.INVALID_HEADER_FIELD, _FLAGS_AT, header)
             start = DataStart(cid, None, offset_bytes, length_bytes, last, success)
             self._start_payload(Input.RECV_C2H_DATA, start, events)
@@ -511,7 +512,8 @@ class Connection:
         """A command capsule (host role); sets the command's SGL.
 
         `data` goes with it in the capsule; or `write_bytes` are what the controller may ask for with R2T; `read_bytes`
-        are what it will send. The cid must not be open.
+        are what it will send, or at most send to Authentication Receive, which says how much room there is for a
+        message. The cid must not be open.
         """
         self._send(Input.SEND_COMMAND)
         assert command.cid not in self._transfers, f"command {command.cid} is open"
@@ -519,7 +521,8 @@ class Connection:
         kind = spec.SGL_DATA_BLOCK_OFFSET if in_capsule_bytes else spec.SGL_TRANSPORT_DATA_BLOCK
         sgl = (0, in_capsule_bytes or read_bytes or write_bytes, kind)
         header = pdu.capsule_cmd_header(command[:7] + sgl + command[10:], in_capsule_bytes, self._align_bytes)
-        self._transfers[command.cid] = _Transfer(read_bytes, write_bytes)
+        exact = command.opcode != spec.FABRICS_OPCODE or command.fabrics_type != FabricsType.AUTHENTICATION_RECEIVE
+        self._transfers[command.cid] = _Transfer(read_bytes, write_bytes, exact=exact)
         header = self._digested(header)
         return [header] if data is None else [header, data, *self.data_digest_of(data)]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from forebay.errors import InvalidArgument
-from forebay.nvmetcp.spec import DhchapHash
+from forebay.nvmetcp.spec import DhchapHash, DhGroup
 
 __all__ = ["HASH_NAMES", "HostSecrets", "Secret", "digest_bytes"]
 
@@ -78,3 +78,5 @@ class HostSecrets:
 
     host: Secret
     controller: Secret | None = None
+    groups: tuple[DhGroup, ...] = tuple(DhGroup)
+    """Diffie-Hellman groups that the host offers to agree on."""

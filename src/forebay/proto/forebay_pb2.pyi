@@ -334,6 +334,8 @@ class SessionReply(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     RIGHTS_FIELD_NUMBER: _builtins.int
     CHECKSUM_KIND_FIELD_NUMBER: _builtins.int
+    HOST_SECRET_FIELD_NUMBER: _builtins.int
+    TARGET_SECRET_FIELD_NUMBER: _builtins.int
     session: _builtins.bytes
     token: _builtins.bytes
     """lets other processes of this engine join"""
@@ -356,6 +358,9 @@ class SessionReply(_message.Message):
     rights: _builtins.str
     """what this principal may do here, e.g. "read,write" """
     checksum_kind: _builtins.int
+    host_secret: _builtins.str
+    """By what this process proves to targets who it is, and they to it (DHHC-1:...); empty: neither is asked for."""
+    target_secret: _builtins.str
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Endpoint]: ...
     @_builtins.property
@@ -381,10 +386,12 @@ class SessionReply(_message.Message):
         node: _builtins.str = ...,
         rights: _builtins.str = ...,
         checksum_kind: _builtins.int = ...,
+        host_secret: _builtins.str = ...,
+        target_secret: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_kind", b"checksum_kind", "endpoints", b"endpoints", "expiry_ms", b"expiry_ms", "generation", b"generation", "heartbeat_ms", b"heartbeat_ms", "host_id", b"host_id", "host_nqn", b"host_nqn", "incarnation", b"incarnation", "keyspace", b"keyspace", "lease_ttl_ms", b"lease_ttl_ms", "map_version", b"map_version", "namespace_id", b"namespace_id", "node", b"node", "rights", b"rights", "scope_ids", b"scope_ids", "session", b"session", "token", b"token", "volumes", b"volumes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_kind", b"checksum_kind", "endpoints", b"endpoints", "expiry_ms", b"expiry_ms", "generation", b"generation", "heartbeat_ms", b"heartbeat_ms", "host_id", b"host_id", "host_nqn", b"host_nqn", "host_secret", b"host_secret", "incarnation", b"incarnation", "keyspace", b"keyspace", "lease_ttl_ms", b"lease_ttl_ms", "map_version", b"map_version", "namespace_id", b"namespace_id", "node", b"node", "rights", b"rights", "scope_ids", b"scope_ids", "session", b"session", "target_secret", b"target_secret", "token", b"token", "volumes", b"volumes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
