@@ -154,7 +154,7 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         report = meta.report if isinstance(meta, _Report) else WorkerReport()
         received = set(connector_output.finished_recving or ())
         failed = connector_output.failed_recving
-        self._scheduler.heard(report, received, connector_output.invalid_block_ids, failed)
+        self._forget(self._scheduler.heard(report, received, connector_output.invalid_block_ids, failed))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -165,10 +165,13 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
         given_up = request.status is RequestStatus.FINISHED_ABORTED
-        forget = self._scheduler.ended(request, block_ids[0], given_up=given_up)
-        if forget and self._kv_cache_manager is not None:
-            self._kv_cache_manager.evict_blocks(forget)
+        self._forget(self._scheduler.ended(request, given_up=given_up))
         return False, None
+
+    def _forget(self, blocks: set[int]) -> None:
+        """Have vLLM drop blocks from its own prefix cache."""
+        if blocks and self._kv_cache_manager is not None:
+            self._kv_cache_manager.evict_blocks(blocks)
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.waited_for

@@ -68,7 +68,9 @@ class SchedulerHalf:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._in_step = settings.load == "layers"
+        self._to_load: list[tuple[int, bytes]] = []
         self._step_loads: tuple[str, ...] = ()
+        self._step_blocks: dict[str, set[int]] = {}
         self._offer: SessionOffer | None = None
         self._touched: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._saves = Saves(ranks, settings.save_timeout_ms, counters)
@@ -144,6 +146,8 @@ class SchedulerHalf:
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after ``computed_tokens`` can be loaded, and whether that takes a while; None: ask again."""
+        if self._shares(request, computed_tokens):
+            return None, False
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0, False
@@ -177,6 +181,14 @@ class SchedulerHalf:
         if not tokens or self._mode.now != "on" or self._session() is None:
             return 0, False
         return tokens, not self._in_step
+
+    def _shares(self, request: Any, computed_tokens: int) -> bool:
+        """Whether the engine takes blocks for a request's own that the step being made is to load: it waits for them.
+
+        If they were lost, the request would depend on another one to compute them again, which may be given up.
+        """
+        blocks = computed_tokens // self._groups.unit_tokens
+        return any(row < blocks and bytes(request.block_hashes[row]) == first for row, first in self._to_load)
 
     def _decide(self, answer: Probe, start: int, end: int) -> int:
         """How many of the tokens from ``start`` to ``end`` to load; counts the answer and the decision."""
@@ -213,6 +225,9 @@ class SchedulerHalf:
             held = [row for row in rows if table[row] != self.null_block]
             keys = [tracked.key(answer.variant, self._groups.hashed(group, row)) for row in held]
             parts.append(Rows(group, tuple(keys), tuple([table[row] for row in held])))
+        if self._in_step:
+            row = self._groups.blocks(0, start)
+            self._to_load.append((row, bytes(request.block_hashes[row])))
         tracked.loading, tracked.failed = parts[0].blocks if self._groups.plain else (), False
         self._guard.began(request.request_id, tokens // self._groups.unit_tokens)
         self._loads.append(
@@ -239,6 +254,8 @@ class SchedulerHalf:
             _log.exception("no saves in this step")
         loads, self._loads = tuple(self._loads), []
         self._step_loads = tuple([load.request for load in loads if load.in_step])
+        self._step_blocks = self._blocks_of_step(output) if self._step_loads else {}
+        self._to_load.clear()
         idle = not output.total_num_scheduled_tokens
         if idle:
             self._yield()
@@ -246,6 +263,18 @@ class SchedulerHalf:
         self._steps.append((self._clock.monotonic_ms(), 0 if self._step_loads else output.total_num_scheduled_tokens))
         offer = self._offer if len(self._saves.hosts) < self._ranks else None
         return StepWork(offer, loads, saves, tuple(plans), tuple(dropped), idle)
+
+    def _blocks_of_step(self, output: Any) -> dict[str, set[int]]:
+        """The blocks that a step with loads fills, by request, and that vLLM has in its own cache from now on."""
+        blocks: dict[str, set[int]] = {}
+        for ident in output.num_scheduled_tokens:
+            tracked = self._requests.get(ident)
+            if tracked is not None:
+                loads = ident in self._step_loads
+                start = tracked.start_tokens if loads else tracked.request.num_computed_tokens
+                (table,) = output.kv_connector_block_state.get_block_ids(ident)
+                blocks[ident] = set(table[self._groups.blocks(0, start) :])
+        return blocks
 
     def _yield(self) -> None:
         """Let the threads that ask the node go on: an engine that has nothing to compute steps in a tight loop.
@@ -366,10 +395,11 @@ class SchedulerHalf:
 
     def heard(
         self, report: WorkerReport, received: set[str], failed_blocks: set[int], failed: Collection[str] = ()
-    ) -> None:
+    ) -> set[int]:
         """What happened at the workers in a step: ``received`` are requests whose load has ended, well or not.
 
-        What was not loaded is told by the engine's block, or by request (``failed``).
+        What was not loaded is told by the engine's block, or by request (``failed``). Returns blocks that the engine
+        must forget: it takes those of a step that had not all it computed with for good before they are.
         """
         for ident in failed:
             if ident in self._requests:
@@ -378,8 +408,10 @@ class SchedulerHalf:
             for each in self._requests.values():
                 each.failed = each.failed or not failed_blocks.isdisjoint(each.loading)
         ended, self._step_loads = self._step_loads, ()
-        if failed_blocks and ended:  # the step went on with whatever was there, and others may share it
+        forget: set[int] = set()
+        if failed_blocks and ended:  # the step went on with whatever was there
             self._saves.spoil()
+            forget.update(*self._step_blocks.values())
         for ident in (*received, *ended):
             tracked = self._requests.get(ident)
             if tracked is None:
@@ -392,18 +424,17 @@ class SchedulerHalf:
             if self._offer is not None and number == self._offer.number:
                 self._saves.hosts[rank] = host
         self._saves.heard(self._link, report.saved, report.failed)
+        self._step_blocks = {}
+        return forget
 
-    def ended(self, request: Any, table: Sequence[int] = (), *, given_up: bool = False) -> set[int]:
-        """A request is over, in whatever way; ``table`` are its blocks. Those that the engine must forget.
+    def ended(self, request: Any, *, given_up: bool = False) -> set[int]:
+        """A request is over, in whatever way. Returns blocks that the engine must forget, as `heard` does.
 
-        When it is ``given_up`` in the middle of a step that loads for it, vLLM does not hear of what could not be
-        loaded, and has these blocks, and those that were computed after them, in its own cache already.
+        When a request is ``given_up`` in the middle of a step, vLLM does not hear what of its blocks was lost.
         """
-        tracked = self._requests.pop(request.request_id, None)
+        self._requests.pop(request.request_id, None)
         self._guard.ended(request.request_id, None)
-        if tracked is None or not given_up or request.request_id not in self._step_loads:
-            return set()
-        return {block for block in table[self._groups.blocks(0, tracked.start_tokens) :] if block != self.null_block}
+        return self._step_blocks.get(request.request_id, set()) if given_up else set()
 
     # --- shared -----------------------------------------------------------------------------------------------------
 

@@ -133,14 +133,36 @@ def test_a_step_that_had_everything_is_saved(make: Make) -> None:
 
 
 def test_the_engine_forgets_what_is_given_up_in_the_middle_of_its_load(make: Make) -> None:
-    blocks = list(range(100, 106))
+    blocks = set(range(100, 110))
     bench, request = loading(make, "i")
     bench.half.step(Output({"i": 2 * BLOCK + 7}))
-    assert bench.half.ended(request, blocks, given_up=True) == set(blocks)
+    assert bench.half.ended(request, given_up=True) == blocks
     bench, request = loading(make, "j")
     bench.half.step(Output({"j": 2 * BLOCK + 7}))
-    assert bench.half.ended(request, blocks) == set(), "it has been computed, with everything"
+    assert bench.half.ended(request) == set(), "it has been computed, with everything"
     bench, request = loading(make, "k")
     bench.half.step(Output({"k": 2 * BLOCK + 7}))
-    bench.half.heard(WorkerReport(loaded={"k": 0.1}), set(), set())
-    assert bench.half.ended(request, blocks, given_up=True) == set(), "long after"
+    assert bench.half.heard(WorkerReport(loaded={"k": 0.1}), set(), set()) == set()
+    assert bench.half.ended(request, given_up=True) == set(), "long after"
+
+
+def test_the_engine_forgets_what_a_spoilt_step_filled(make: Make) -> None:
+    """Of whatever request: new ones would take it for computed before it is computed again."""
+    bench, request = loading(make, "l")
+    other = Request("o", hashes("o"), num_computed_tokens=4 * BLOCK)
+    bench.arrive(other)
+    bench.half.step(Output({"l": 2 * BLOCK + 7, "o": BLOCK}))
+    assert bench.half.heard(WorkerReport(loaded={"l": 0.1}), set(), {102}) == set(range(100, 110))
+    assert bench.half.matched(request, 0) == (0, False)
+
+
+def test_what_a_step_loads_is_not_shared_in_that_step(make: Make) -> None:
+    bench, _ = loading(make, "m")
+    other = Request("o", hashes("m"))
+    bench.half.arrived(other)
+    assert bench.half.matched(other, 3 * BLOCK) == (None, False), "the engine has them, it believes"
+    different = Request("d", hashes("different"))
+    assert bench.arrive(different, BLOCK) == (0, False)
+    bench.half.step(Output({"m": 2 * BLOCK + 7}))
+    bench.half.heard(WorkerReport(loaded={"m": 0.1}), set(), set())
+    assert bench.ask(other, 3 * BLOCK) == (0, False)
