@@ -1,6 +1,7 @@
 """The NVMe/RDMA transport above the device: the conformance suite, and targets that lie (docs/design.md §6.1, §6.5)."""
 
 import os
+import random
 import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -8,6 +9,8 @@ from contextlib import ExitStack, nullcontext
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forebay.checksum import crc32c
 from forebay.client.device import DeviceView
@@ -35,6 +38,7 @@ from forebay.testing.transport_suite import Area, TransportSuite
 from tests.client import rdma_peer
 from tests.client.conftest import eventually, now_ms
 from tests.client.rdma_peer import IN_CAPSULE_BYTES, Peer, StandInTensor, Wire
+from tests.conftest import LONG
 
 SIZE = 256 << 10
 LONG_MS = 20_000
@@ -436,3 +440,84 @@ def test_an_answer_counts_though_its_end_is_right_behind_it(peer: Peer) -> None:
     assert any(raw)
     assert not queue.usable()
     queue.close()
+
+
+class Whims:
+    """A target that does with each command what a seed says, and with those that it held back whatever comes later."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.held: list[tuple[Wire, Command, int]] = []
+
+    def __call__(self, wire: Wire, command: Command, key: int) -> bool:
+        whim = self.random.choices(
+            ["answer", "hold", "release", "fail", "break", "nonsense", "bad key"], [30, 20, 20, 4, 1, 1, 1]
+        )[0]
+        if whim == "answer":
+            return False
+        self.held.append((wire, command, key))
+        if whim == "release":
+            self.release()
+        elif whim == "fail":
+            self.held.pop()
+            wire.respond(command.cid, self.random.choice([Status.UNRECOVERED_READ_ERROR, Status.ACCESS_DENIED, 0x7FF]))
+        elif whim == "break":
+            wire.break_off("the target closed the connection")
+        elif whim == "nonsense":
+            wire.respond(self.random.choice([command.cid, 200, 0xFFFF]), 0)
+            return False
+        elif whim == "bad key":
+            self.held.pop()
+            wire.io(command, key ^ 1)
+        return True
+
+    def release(self) -> None:
+        """Carry out what was held back, in any order."""
+        self.random.shuffle(self.held)
+        while self.held:
+            wire, command, key = self.held.pop()
+            wire.io(command, key)
+
+
+@settings(deadline=None, max_examples=300 if LONG else 60)
+@given(st.integers(0, 1 << 32), st.booleans(), st.booleans())
+def test_no_order_of_answers_makes_a_wrong_byte(seed: int, registered: bool, writes: bool) -> None:
+    """What succeeded is right; what was given back is left alone, whatever the target does later."""
+    rng = random.Random(seed)
+    peer = Peer(1 << 20)
+    truth = rng.randbytes(len(peer.volume))
+    peer.volume[:] = truth
+    one = rdma_peer.Transport(
+        peer,
+        connections=rng.choice([1, 3]),
+        call_connections=3,
+        max_command_bytes=rng.choice([LBA_BYTES, 4 * LBA_BYTES]),
+        staging_bytes=rng.choice([4, 16]) * LBA_BYTES,
+        direct_bytes=LBA_BYTES,
+        queue_bytes=rng.choice([1, 1 << 20]),
+    )
+    whims = peer.lie = Whims(seed)
+    count = rng.randrange(1, 24)
+    arena = bytearray(rng.randbytes(count * 3 * LBA_BYTES) if writes else b"\xaa" * (count * 3 * LBA_BYTES))
+    pieces = [memoryview(arena)[i * 3 * LBA_BYTES :][: rng.randrange(1, 3 * LBA_BYTES)] for i in range(count)]
+    places = rng.sample(range(0, len(truth) - 3 * LBA_BYTES, 3 * LBA_BYTES), count)
+    ops: list[ReadOp | WriteOp] = []
+    for view, at in zip(pieces, places, strict=True):
+        gap = -len(view) % LBA_BYTES
+        segments = (Segment(view, len(view), at), *([Segment(None, gap)] if gap else []))
+        ops.append(WriteOp(1, at, segments) if writes else ReadOp(1, at, segments))
+    call = one.write if writes else one.read
+    with register(arena) if registered else nullcontext():
+        outcomes = call(ops, now_ms() + 100)  # type: ignore[arg-type]
+        returned, stored = bytes(arena), bytes(peer.volume)
+        whims.release()
+        assert arena == returned, "a buffer was written to after its call had returned"
+    assert one.state().connections <= 3
+    one.close()
+    for op, view, outcome in zip(ops, pieces, outcomes, strict=True):
+        at = op.offset_bytes
+        if outcome.error is None:
+            assert outcome.checksums[0] == crc32c(view, at)
+            assert bytes(view) == (stored if writes else truth)[at : at + len(view)]
+        if writes and outcome.quiesced:
+            assert peer.volume[at : at + 3 * LBA_BYTES] == stored[at : at + 3 * LBA_BYTES], "it reached media later"
