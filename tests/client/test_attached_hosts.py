@@ -33,7 +33,10 @@ def test_an_attached_host_reads_volumes_of_its_tenant_and_writes_nothing(tmp_pat
     host = new_host()
     node = NodeProcess(tmp_path / "data", FOREBAY_TARGET_ATTACHED_HOSTS=f"default/{host.nqn},acme/{host.nqn}")
     try:
-        for _ in range(2):  # and so it is after a restart
+        for restarted in (False, True):
+            if restarted:
+                node.kill()
+                node.start()
             with node.connect(options=OPTIONS) as client:
                 attached = attach(client, host)
                 assert isinstance(label_of(attached, 1), bytes)
@@ -45,8 +48,6 @@ def test_an_attached_host_reads_volumes_of_its_tenant_and_writes_nothing(tmp_pat
                 with pytest.raises(TargetRefused):
                     stranger.connect(now_ms() + LONG_MS)
                 attached.close()
-            node.kill()
-            node.start()
         with node.admin() as admin:
             admin.create_namespace("acme/one")
             admin.create_namespace("acme/two")
