@@ -50,7 +50,12 @@ def _need(ok: bool, what: str, field: str) -> None:
 def _check(config: Any, kv_cache: Any) -> None:
     """Refuse what the keys of a tier do not tell apart, and rows whose bytes are not known."""
     check_supported(config, kv_cache)
-    model = config.model_config
+    model, parallel = config.model_config, config.parallel_config
+    _need(
+        parallel.world_size == 1 or (parallel.nnodes_within_dp == 1 and parallel.distributed_executor_backend == "mp"),
+        "ranks that may be on several hosts: each host has a pool of its own, and the scheduler sees one",
+        "distributed_executor_backend",
+    )
     _need(
         config.lora_config is None,
         "LoRA: its keys hold an adapter's name and not its content; ForebayConnector does",

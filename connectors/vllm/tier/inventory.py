@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from forebay.client import WatchEvent
+from forebay.ids import MAX_BATCH_KEYS
 
 __all__ = ["Inventory"]
 
@@ -21,12 +22,19 @@ class Inventory:
     """Changes to tell, each ``(stored, keys)``, in their order. Thread-safe.
 
     ``events`` gives an iterator of the node's events, or None while there is none; it is asked again once one ends.
-    ``ours`` says whether an event is of this engine's blocks.
+    ``ours`` says whether an event is of this engine's blocks, ``match`` why each of at most `MAX_BATCH_KEYS` keys is
+    not at the node, ``ok`` for those that are. All are called in a thread.
     """
 
-    def __init__(self, events: Callable[[], Iterator[WatchEvent] | None], ours: Callable[[WatchEvent], bool]) -> None:
+    def __init__(
+        self,
+        events: Callable[[], Iterator[WatchEvent] | None],
+        ours: Callable[[WatchEvent], bool],
+        match: Callable[[Sequence[bytes]], Sequence[str]],
+    ) -> None:
         self._events = events
         self._ours = ours
+        self._match = match
         self._lock = threading.Lock()
         self._told: OrderedDict[bytes, None] = OrderedDict()
         self._changes: list[tuple[bool, list[bytes]]] = []
@@ -67,14 +75,20 @@ class Inventory:
                     _log.debug("the node's events: %s", e)
 
     def _heard(self, event: WatchEvent) -> None:
+        if event.kind == "removed" and self._ours(event):
+            self._gone([event.key])
+        elif event.kind in ("cleared", "generation", "resync"):  # of many blocks at once, or of nobody knows which
+            with self._lock:
+                told = list(self._told)
+            for start in range(0, len(told), MAX_BATCH_KEYS):
+                keys = told[start : start + MAX_BATCH_KEYS]
+                reasons = self._match(keys)
+                self._gone([key for key, reason in zip(keys, reasons, strict=True) if reason != "ok"])
+
+    def _gone(self, keys: Sequence[bytes]) -> None:
         with self._lock:
-            if event.kind == "removed" and self._ours(event):
-                gone = [event.key] if event.key in self._told else []
-            elif event.kind in ("cleared", "generation", "resync"):  # nothing is known any more of what was told
-                gone = list(self._told)
-            else:
-                return
-            for key in gone:
+            told = [key for key in keys if key in self._told]
+            for key in told:
                 del self._told[key]
-            if gone:
-                self._changes.append((False, gone))
+            if told:
+                self._changes.append((False, told))

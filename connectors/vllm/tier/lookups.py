@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -47,6 +48,8 @@ class Lookups:
         self._keys_of: dict[str, dict[bytes, None]] = {}  # in the order of a request's blocks
         self._batch: list[tuple[bytes, _Asked]] = []
         self._threads = ThreadPoolExecutor(_THREADS, "forebay-lookup")
+        self._changed = threading.Condition()
+        self._under_way = 0
 
     def ask(self, key: bytes, request: str) -> str | None:
         """What is known of a key: ``ok``, why it is not to be had, or None as long as nothing is known."""
@@ -78,7 +81,16 @@ class Lookups:
         """Ask the node for everything that was asked for since the last call."""
         batch, self._batch = self._batch, []
         for start in range(0, len(batch), MAX_BATCH_KEYS):
+            with self._changed:
+                self._under_way += 1
             self._threads.submit(self._run, batch[start : start + MAX_BATCH_KEYS])
+
+    def pause(self, seconds: float) -> None:
+        """Let the threads go on until a call has been answered, for this long at most; at once if there is none."""
+        with self._changed:
+            before = self._under_way
+            if before:
+                self._changed.wait_for(lambda: self._under_way < before, seconds)
 
     def _run(self, batch: Sequence[tuple[bytes, _Asked]]) -> None:
         try:
@@ -94,6 +106,9 @@ class Lookups:
                 self._counters.add("hit_blocks")
             else:
                 self._counters.add("missed_blocks", reason=reason)
+        with self._changed:
+            self._under_way -= 1
+            self._changed.notify_all()
 
     def background(self, work: Callable[[], None]) -> None:
         """Do something else that nobody waits for, in the same threads."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from forebay.client import ClientOptions, Hints, WatchEvent
 from forebay.clock import SystemClock
 from forebay.connectors.guard import Guard
 from forebay.connectors.vllm.counters import Counters
+from forebay.connectors.vllm.elsewhere import Elsewhere
 from forebay.connectors.vllm.link import Link
 from forebay.connectors.vllm.modes import ModeSwitch
 from forebay.connectors.vllm.shielding import shielded
@@ -45,6 +47,8 @@ __all__ = ["ForebayTier"]
 
 _log = logging.getLogger("vllm.forebay")
 
+_IDLE_S = 0.001
+"""A step that took less computed nothing, and the next may wait that long for what is under way."""
 _LATE_MS = 100
 """A lookup that has not answered this long after its deadline is not waited for."""
 _TOUCHED = 4096
@@ -87,6 +91,8 @@ class ForebayTier(SecondaryTierManager):  # type: ignore[misc]
         self._counters = Counters()
         self._mode = ModeSwitch(node.mode, node.mode_file, clock)
         self._touched: dict[bytes, None] = {}
+        self._stepped_at = 0.0
+        self._elsewhere = Elsewhere()
         options = ClientOptions(client=f"vllm {vllm.__version__} {offloading.engine_id} tier", attempt_ms=2_000)
         self._link = Link(lambda: node.connect(schema, options), clock, f"forebay {node.url} {node.namespace}")
         self._lookups = Lookups(self._match, self._counters, clock, node.probe_timeout_ms + _LATE_MS)
@@ -113,9 +119,12 @@ class ForebayTier(SecondaryTierManager):  # type: ignore[misc]
             return None if client is None else client.watch()
 
         def ours(event: WatchEvent) -> bool:
-            return event.keyspace == self._keyspace and event.generation == self._settings.generation
+            client = self._link.client
+            scope = 0 if client is None else self._settings.scope_id(client)
+            place = (event.keyspace, event.generation, event.scope)
+            return place == (self._keyspace, self._settings.generation, scope)
 
-        return Inventory(watch, ours)
+        return Inventory(watch, ours, self._match)
 
     # --- looking up -------------------------------------------------------------------------------------------------
 
@@ -125,9 +134,10 @@ class ForebayTier(SecondaryTierManager):  # type: ignore[misc]
         if client is None:
             return ["unavailable"] * len(keys)
         named = self._settings.named(client, keys)
-        reasons = client.match(named, deadline_ms=self._settings.probe_timeout_ms).reasons
-        self._link.note(reasons)
-        return reasons
+        found = client.match(named, deadline_ms=self._settings.probe_timeout_ms)
+        self._link.note(found.reasons)
+        self._elsewhere.explained(client, found, self._settings.probe_timeout_ms)  # says so; keys are of many requests
+        return found.reasons
 
     @shielded(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -164,6 +174,12 @@ class ForebayTier(SecondaryTierManager):  # type: ignore[misc]
         if self._touched:
             touched, self._touched = list(self._touched), {}
             self._lookups.background(lambda: self._touch(touched))
+        # An engine with nothing to compute steps in a tight loop, and the threads would get the interpreter from it
+        # every five milliseconds only.
+        if time.monotonic() - self._stepped_at < _IDLE_S:
+            self._lookups.pause(_IDLE_S)
+            self._transfers.pause(_IDLE_S)
+        self._stepped_at = time.monotonic()
 
     @shielded(lambda: None)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:

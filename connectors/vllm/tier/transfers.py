@@ -127,6 +127,11 @@ class Transfers:
             ended, self._ended = self._ended, []
         return ended
 
+    def pause(self, seconds: float) -> None:
+        """Let the threads go on until a job has ended, for this long at most; at once if there is none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or not self._under_way, seconds)
+
     def drain(self) -> None:
         """Wait until no thread is in the pool's memory: what has not begun is given up, what has keeps its deadline."""
         with self._changed:

@@ -7,6 +7,7 @@ import dataclasses
 import queue
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.connectors.engine import Engine, main
@@ -127,9 +128,10 @@ class TierEngine(Engine):
         for path, value in (
             ("cache_config.prefix_caching_hash_algo", "sha256"),
             ("lora_config", "any"),
-            ("speculative_config", "any"),
+            ("speculative_config", SimpleNamespace(method="ngram")),
             ("model_config.enable_prompt_embeds", True),
             ("kv_transfer_config.kv_role", "kv_consumer"),
+            ("parallel_config.world_size", 2),  # and no executor that is known to keep to one host
         ):
             changed = copy.copy(config)
             part, _, name = path.rpartition(".")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -19,12 +19,16 @@ class Node:
     """Events, as they are given to whoever watches; None breaks the watch off."""
 
     def __init__(self) -> None:
+        self.there: set[bytes] = set()
         self.events: queue.SimpleQueue[WatchEvent | None] = queue.SimpleQueue()
 
     def watch(self) -> Iterator[WatchEvent]:
         while (event := self.events.get(timeout=60)) is not None:
             yield event
         raise OSError("the node is away")
+
+    def match(self, keys: Sequence[bytes]) -> list[str]:
+        return ["ok" if key in self.there else "absent" for key in keys]
 
     def say(self, kind: str, key: bytes = b"", keyspace: bytes = b"ours") -> None:
         self.events.put(WatchEvent(1, 1, kind, key, keyspace=keyspace))
@@ -48,7 +52,7 @@ def node() -> Node:
 
 @pytest.fixture
 def ours(node: Node) -> Iterator[Inventory]:
-    kept = Inventory(node.watch, lambda event: event.keyspace == b"ours")
+    kept = Inventory(node.watch, lambda event: event.keyspace == b"ours", node.match)
     yield kept
     kept.close()
     node.events.put(None)
@@ -67,10 +71,16 @@ def test_a_block_is_told_once_until_it_is_gone(node: Node, ours: Inventory) -> N
     assert told(ours, 1) == [(True, [A])]
 
 
-def test_after_events_were_lost_nothing_is_known_to_be_there(node: Node, ours: Inventory) -> None:
-    ours.stored([A, B])
-    node.say("resync")
-    assert told(ours, 2) == [(True, [A, B]), (False, [A, B])]
+@pytest.mark.parametrize("kind", ["resync", "cleared", "generation"])
+def test_after_what_concerns_many_only_what_is_not_there_any_more_is_told(
+    node: Node, ours: Inventory, kind: str
+) -> None:
+    ours.stored([A, B, C])
+    node.there = {B}
+    node.say(kind)
+    assert told(ours, 2) == [(True, [A, B, C]), (False, [A, C])]
+    node.say("removed", B)
+    assert told(ours, 1) == [(False, [B])]
 
 
 def test_it_goes_on_listening_after_an_outage(node: Node, ours: Inventory) -> None:

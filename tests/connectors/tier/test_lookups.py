@@ -125,3 +125,14 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
         lookups.forget("b")
         lookups.forget("never seen")
         assert not lookups._known and not lookups._keys_of
+
+
+def test_a_pause_ends_with_an_answer_and_is_none_without_a_question() -> None:
+    node = Node(*KEYS)
+    node.go_on.clear()
+    with asking(node.match) as lookups:
+        lookups.pause(3_600)
+        step(lookups, "a", KEYS[0])
+        threading.Timer(0.01, node.go_on.set).start()
+        lookups.pause(3_600)
+        assert step(lookups, "a", KEYS[0]) == ["ok"]

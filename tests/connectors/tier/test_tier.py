@@ -169,6 +169,7 @@ def test_what_is_not_supported_is_refused_at_start_in_words(scene: Scene) -> Non
         "enable_prompt_embeds": True,
         "kv_role": True,
         "packed": True,
+        "world_size": True,
     }
 
 
