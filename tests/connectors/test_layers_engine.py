@@ -28,6 +28,7 @@ class Scene:
     """A node and an engine, and what it computed for every prompt before anything was stored."""
 
     PROMPTS = tuple(prompt(seed) for seed in range(40, 45))
+    LONGER = (*PROMPTS[0], *prompt(50)[: 2 * BLOCK])
 
     def __init__(self, directory: Path) -> None:
         self.node = NodeProcess(directory / "data")
@@ -35,8 +36,8 @@ class Scene:
             sizes = {**SMALL_MODEL, "num_hidden_layers": LAYERS}
             log = directory / "engine.log"
             self.engine = EngineProcess(self.node, directory / "model", log, extra=SETTINGS, sizes=sizes)
-            self.answers = self.engine.generate(*self.PROMPTS)["tokens"]
-            eventually(lambda: self.count("stored_blocks") == len(self.PROMPTS) * BLOCKS, "all blocks", 60)
+            *self.answers, self.longer = self.engine.generate(*self.PROMPTS, list(self.LONGER))["tokens"]
+            eventually(lambda: self.count("stored_blocks") == len(self.PROMPTS) * BLOCKS + 2, "all blocks", 60)
         except BaseException:
             self.node.stop()
             raise
@@ -107,6 +108,18 @@ def test_what_a_step_computed_on_top_of_a_lost_block_is_not_stored(scene: Scene)
     scene.engine.ask("forget")
     again = scene.engine.generate(longer)
     assert again["tokens"] == answer and again["cached"] == [len(longer) // BLOCK * BLOCK]
+
+
+def test_two_requests_that_begin_alike_both_get_over_a_lost_block(scene: Scene) -> None:
+    scene.rot(0, block=1, layer_group=2)
+    scene.engine.ask("forget")
+    lost = scene.count("lost_blocks:checksum_mismatch")
+    answers = scene.engine.generate(scene.PROMPTS[0], list(scene.LONGER))["tokens"]
+    assert answers == [scene.answers[0], scene.longer]
+    assert scene.count("lost_blocks:checksum_mismatch") > lost
+    scene.engine.ask("settle")
+    scene.engine.ask("forget")
+    assert scene.engine.generate(list(scene.LONGER), scene.PROMPTS[0])["tokens"] == [scene.longer, scene.answers[0]]
 
 
 def test_what_is_given_up_while_its_load_fails_is_forgotten(scene: Scene) -> None:
