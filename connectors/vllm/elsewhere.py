@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
-
-from forebay.client import Client
+from forebay.client import Client, MatchResult
 from forebay.errors import ForebayError
 
 __all__ = ["Elsewhere"]
@@ -24,16 +22,16 @@ class Elsewhere:
         self._lock = threading.Lock()
         self._told: set[tuple[bytes, int]] = set()
 
-    def explained(self, client: Client, found: Any, deadline_ms: int) -> tuple[str, ...]:
+    def explained(self, client: Client, found: MatchResult, deadline_ms: int) -> tuple[str, ...]:
         """The reasons of a `MatchResult`.
 
         The node looks for the first absent block elsewhere. Where that is, those behind it are taken to be: each one's
         key holds all tokens before it.
         """
-        reasons: tuple[str, ...] = found.reasons
-        if found.elsewhere is None:
+        reasons = found.reasons
+        why = next((word for word in reasons if word.startswith(("other_", "stale_"))), None)
+        if found.elsewhere is None or why is None:
             return reasons
-        why = next(word for word in reasons if word.startswith(("other_", "stale_")))
         self._tell(client, found.elsewhere, why, deadline_ms)
         return tuple([why if word == "absent" else word for word in reasons])
 
