@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+
 from forebay.client import Client, MatchResult
 from forebay.errors import ForebayError
 
