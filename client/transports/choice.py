@@ -345,9 +345,11 @@ class Choice(Transport):
         *,
         write: bool = False,
         device: bool = False,
-    ) -> list[tuple[_Way, list[int]]]:
+    ) -> Sequence[tuple[_Way, Sequence[int]]]:
         """Operations by the way that each goes; those that none is left for get their outcome, if they have none."""
         chosen = {nsid: self._select(nsid, failed, write=write, device=device) for nsid in {ops[i].nsid for i in rows}}
+        if len(chosen) == 1 and (only := next(iter(chosen.values()))) is not None:
+            return [(only, rows)]
         groups: dict[int, tuple[_Way, list[int]]] = {}
         for i in rows:
             way = chosen[ops[i].nsid]
@@ -368,7 +370,10 @@ class Choice(Transport):
                 transport = _transport(way)
                 call = transport.read_device if device else transport.read
                 given_ms = deadline_ms - self._clock.monotonic_ms()
-                outcomes = call(ops if len(mine) == len(ops) else [ops[i] for i in mine], deadline_ms)
+                whole = len(mine) == len(ops)
+                outcomes = call(ops if whole else [ops[i] for i in mine], deadline_ms)
+                if whole and not way.standing and all(outcome.error is None for outcome in outcomes):
+                    return outcomes  # nearly always
                 results.update(zip(mine, outcomes, strict=True))
                 # The transport has returned, so nothing of it can write to the views any more: another may.
                 blamed = self._judge(way, ops, mine, results, given_ms)
