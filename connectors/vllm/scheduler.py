@@ -20,6 +20,7 @@ from forebay.connectors.vllm.adapters import Adapters
 from forebay.connectors.vllm.advice import Advice, token_limit
 from forebay.connectors.vllm.counters import Counters
 from forebay.connectors.vllm.elsewhere import Elsewhere
+from forebay.connectors.vllm.fills import StepFills
 from forebay.connectors.vllm.groups import CacheGroups
 from forebay.connectors.vllm.link import Link
 from forebay.connectors.vllm.messages import Load, Rows, Save, SessionOffer, StepWork, WorkerReport
@@ -68,9 +69,7 @@ class SchedulerHalf:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._in_step = settings.load == "layers"
-        self._to_load: list[tuple[int, bytes]] = []
-        self._step_loads: tuple[str, ...] = ()
-        self._step_blocks: dict[str, set[int]] = {}
+        self._fills = StepFills(groups)
         self._offer: SessionOffer | None = None
         self._touched: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._saves = Saves(ranks, settings.save_timeout_ms, counters)
@@ -146,7 +145,7 @@ class SchedulerHalf:
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after ``computed_tokens`` can be loaded, and whether that takes a while; None: ask again."""
-        if self._shares(request, computed_tokens):
+        if self._fills.shared(request, computed_tokens):
             return None, False
         tracked = self._requests.get(request.request_id)
         if tracked is None:
@@ -181,14 +180,6 @@ class SchedulerHalf:
         if not tokens or self._mode.now != "on" or self._session() is None:
             return 0, False
         return tokens, not self._in_step
-
-    def _shares(self, request: Any, computed_tokens: int) -> bool:
-        """Whether the engine takes blocks for a request's own that the step being made is to load: it waits for them.
-
-        If they were lost, the request would depend on another one to compute them again, which may be given up.
-        """
-        blocks = computed_tokens // self._groups.unit_tokens
-        return any(row < blocks and bytes(request.block_hashes[row]) == first for row, first in self._to_load)
 
     def _decide(self, answer: Probe, start: int, end: int) -> int:
         """How many of the tokens from ``start`` to ``end`` to load; counts the answer and the decision."""
@@ -226,8 +217,7 @@ class SchedulerHalf:
             keys = [tracked.key(answer.variant, self._groups.hashed(group, row)) for row in held]
             parts.append(Rows(group, tuple(keys), tuple([table[row] for row in held])))
         if self._in_step:
-            row = self._groups.blocks(0, start)
-            self._to_load.append((row, bytes(request.block_hashes[row])))
+            self._fills.load(tracked)
         tracked.loading, tracked.failed = parts[0].blocks if self._groups.plain else (), False
         self._guard.began(request.request_id, tokens // self._groups.unit_tokens)
         self._loads.append(
@@ -253,28 +243,16 @@ class SchedulerHalf:
         except Exception:  # loads must begin whatever becomes of saves: requests wait for them
             _log.exception("no saves in this step")
         loads, self._loads = tuple(self._loads), []
-        self._step_loads = tuple([load.request for load in loads if load.in_step])
-        self._step_blocks = self._blocks_of_step(output) if self._step_loads else {}
-        self._to_load.clear()
+        self._fills.made(loads, output, self._requests)
         idle = not output.total_num_scheduled_tokens
         if idle:
             self._yield()
         # A step that waits for loads says nothing about how fast it computes.
-        self._steps.append((self._clock.monotonic_ms(), 0 if self._step_loads else output.total_num_scheduled_tokens))
+        self._steps.append(
+            (self._clock.monotonic_ms(), 0 if self._fills.loading else output.total_num_scheduled_tokens)
+        )
         offer = self._offer if len(self._saves.hosts) < self._ranks else None
         return StepWork(offer, loads, saves, tuple(plans), tuple(dropped), idle)
-
-    def _blocks_of_step(self, output: Any) -> dict[str, set[int]]:
-        """The blocks that a step with loads fills, by request, and that vLLM has in its own cache from now on."""
-        blocks: dict[str, set[int]] = {}
-        for ident in output.num_scheduled_tokens:
-            tracked = self._requests.get(ident)
-            if tracked is not None:
-                loads = ident in self._step_loads
-                start = tracked.start_tokens if loads else tracked.request.num_computed_tokens
-                (table,) = output.kv_connector_block_state.get_block_ids(ident)
-                blocks[ident] = set(table[self._groups.blocks(0, start) :])
-        return blocks
 
     def _yield(self) -> None:
         """Let the threads that ask the node go on: an engine that has nothing to compute steps in a tight loop.
@@ -407,11 +385,11 @@ class SchedulerHalf:
         if failed_blocks:
             for each in self._requests.values():
                 each.failed = each.failed or not failed_blocks.isdisjoint(each.loading)
-        ended, self._step_loads = self._step_loads, ()
-        forget: set[int] = set()
-        if failed_blocks and ended:  # the step went on with whatever was there
+        ended = self._fills.loading
+        spoilt = bool(failed_blocks and ended)
+        forget = self._fills.over(spoilt=spoilt)
+        if spoilt:  # the step went on with whatever was there
             self._saves.spoil()
-            forget.update(*self._step_blocks.values())
         for ident in (*received, *ended):
             tracked = self._requests.get(ident)
             if tracked is None:
@@ -424,7 +402,6 @@ class SchedulerHalf:
             if self._offer is not None and number == self._offer.number:
                 self._saves.hosts[rank] = host
         self._saves.heard(self._link, report.saved, report.failed)
-        self._step_blocks = {}
         return forget
 
     def ended(self, request: Any, *, given_up: bool = False) -> set[int]:
@@ -434,7 +411,7 @@ class SchedulerHalf:
         """
         self._requests.pop(request.request_id, None)
         self._guard.ended(request.request_id, None)
-        return self._step_blocks.get(request.request_id, set()) if given_up else set()
+        return self._fills.given_up(request.request_id) if given_up else set()
 
     # --- shared -----------------------------------------------------------------------------------------------------
 

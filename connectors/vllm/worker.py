@@ -198,9 +198,11 @@ class WorkerHalf:
     def _end_step(self, step: StepLoads) -> bool:
         """Take note of what the step did not have; whether there was any such."""
         (held,) = self._groups
-        missed: set[int] = set()
-        for request, (blocks, missing, reasons) in step.end().items():
-            missed.update(missing)
+        ended = step.end()
+        missed = {block for _, missing, _ in ended.values() for block in missing}
+        with self._happened:  # before anything else: the engine must hear of it
+            self._failed_blocks |= missed
+        for request, (blocks, missing, reasons) in ended.items():
             loaded = blocks - len(missing)
             self._counters.add("loaded_blocks", loaded)
             self._counters.add("loaded_bytes", loaded * held.value_bytes)
@@ -209,8 +211,6 @@ class WorkerHalf:
                 self._counters.add("lost_blocks", count, reason)
             with self._happened:
                 self._report.loaded[request] = step.seconds
-        with self._happened:
-            self._failed_blocks |= missed
         return bool(missed)
 
     def _saved(self, number: int, failed: bool) -> None:
