@@ -24,12 +24,14 @@ from forebay.client.transports.options import NvmeTcpOptions
 from forebay.clock import Clock, SystemClock
 from forebay.errors import DeadlineExceeded, ForebayError, InvalidArgument, Unavailable
 from forebay.ids import NamespaceId, VolumeId
+from forebay.proto import forebay_pb2 as pb
 from forebay.testing.proxy import Action, Cut, FaultProxy, Moment
 from forebay.testing.steps import NvmeTcpSteps
 from forebay.testing.transport_suite import Area, TransportSuite
 from forebay.volume_label import VolumeLabel
 from tests.appliance.loop_device import loop_device
 from tests.client.conftest import NQN, VOLUME_BYTES, TargetProcess, eventually, new_host, now_ms
+from tests.client.scripted_node import ScriptedNode
 from tests.conftest import LONG
 
 LONG_MS = 30_000
@@ -326,6 +328,29 @@ def test_without_a_way_there_is_an_answer(shared_target: TargetProcess) -> None:
     assert transport.serves(1) is not None
     assert transport.chosen()[0].transport == "none"
     transport.close()
+
+
+def test_a_node_that_offers_several_transports() -> None:
+    """The volume is named at the one that this machine has not; the other leads to the same subsystem."""
+    with ScriptedNode() as node:
+        (tcp,) = node.endpoints()
+        rdma = pb.Endpoint(transport="rdma", address="127.0.0.1", port=4420, subsystem_nqn=tcp.subsystem_nqn)
+        newer = pb.Endpoint(transport="pigeon", address="127.0.0.1", port=1, subsystem_nqn=tcp.subsystem_nqn)
+
+        def both(reply: pb.SessionReply) -> pb.SessionReply:
+            del reply.endpoints[:]
+            reply.endpoints.extend([rdma, newer, tcp])
+            return reply
+
+        node.answer["OpenSession"] = both
+        with node.connect(options=ClientOptions(deadline_ms=LONG_MS)) as client:
+            assert client.put([b"k"], [b"value" * 1000])[0].stored
+            (got,) = client.get([b"k"])
+            assert bytes(got.value or b"") == b"value" * 1000
+            (way,) = client.transports()
+            assert (way.transport, way.place) == ("tcp", f"127.0.0.1:{tcp.port}")
+            assert set(way.instead_of) == {"block", "rdma"}
+            assert all(way.instead_of.values())
 
 
 # --- a whole node -----------------------------------------------------------------------------------------------------

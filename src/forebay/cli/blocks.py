@@ -48,6 +48,8 @@ __all__ = ["COMMANDS", "print_value"]
 
 _KEYED = (OK, ABSENT, USAGE, REFUSED, UNAVAILABLE, WRONG_BYTES)
 """How a command on keys can end."""
+_LOOK_MS = 1_000
+"""How long a look at the ways to volumes may take, which is a matter of interest only."""
 _LONG_BYTES = 8 << 20
 """Values from here on show that something is going on."""
 
