@@ -80,8 +80,10 @@ def test_otherwise_ranks_share_with_as_many_ranks_and_the_engine_says_so(
     of_one = store(one, three)
     two = TierProcess(node, model, tmp_path / "log", tensor_parallel_size=2)
     try:
-        assert "shared only by engines with tensor_parallel_size=2" in (tmp_path / "log").read_text()
+        log = tmp_path / "log"
+        assert "shared only by engines with tensor_parallel_size=2" in log.read_text()
         assert store(two, three) == of_one
+        assert "stored in keyspace" in log.read_text() and "groups[0].format" in log.read_text(), "and what differs"
         assert load(two, three) == of_one
     finally:
         two.end()
