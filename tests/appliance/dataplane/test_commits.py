@@ -117,7 +117,7 @@ async def test_a_target_killed_between_revocation_and_flush(tmp_path: Path, retr
         )
         extent = row.extent
         assert extent is not None
-        endpoint = await node.endpoint(session)
+        endpoint = (await node.endpoints(session))[0]
         lba, identity = extent.offset_bytes // LBA_BYTES, {"host_nqn": host.nqn, "host_id": UUID(host.host_id)}
 
         def write() -> int:
