@@ -159,7 +159,7 @@ class DataCalls:
             scope_ids=pack("u32", scopes),
             host_nqn=host.nqn,
             host_id=host.host_id,
-            endpoints=[await self._endpoint(session)],
+            endpoints=await self._endpoints(session),
             volumes=self._volumes(session),
             heartbeat_ms=limits.heartbeat_ms,
             expiry_ms=limits.expiry_ms,
@@ -170,15 +170,17 @@ class DataCalls:
             checksum_kind=1,
         )
 
-    async def _endpoint(self, session: Session) -> pb.Endpoint:
-        found = await self._node.endpoint(session)
-        return pb.Endpoint(
-            transport=found.transport,
-            address=found.address,
-            port=found.port,
-            subsystem_nqn=found.subsystem_nqn,
-            reads_fenced=found.reads_fenced,
-        )
+    async def _endpoints(self, session: Session) -> list[pb.Endpoint]:
+        return [
+            pb.Endpoint(
+                transport=found.transport,
+                address=found.address,
+                port=found.port,
+                subsystem_nqn=found.subsystem_nqn,
+                reads_fenced=found.reads_fenced,
+            )
+            for found in await self._node.endpoints(session)
+        ]
 
     def _volumes(self, session: Session) -> list[pb.Volume]:
         return [pb.Volume(volume=v.volume, nsid=v.nsid, nguid=v.nguid) for v in self._node.volumes(session)]
@@ -190,7 +192,7 @@ class DataCalls:
         return pb.HeartbeatReply(
             heartbeat_ms=self._node.limits.heartbeat_ms,
             map_version=MAP_VERSION,
-            endpoints=[await finish(self._endpoint(session), deadline_ms)],
+            endpoints=await finish(self._endpoints(session), deadline_ms),
             volumes=self._volumes(session),
         )
 

@@ -156,6 +156,10 @@ class Target(ABC):
     async def endpoint(self, tenant: str) -> EndpointInfo:
         """Where the tenant's subsystem listens."""
 
+    async def endpoints(self, tenant: str) -> list[EndpointInfo]:
+        """All places where it listens, that of `endpoint` first."""
+        return [await self.endpoint(tenant)]
+
     @abstractmethod
     async def add_host(self, tenant: str, host: HostIdentity, volumes: Sequence[VolumeSpec]) -> None:
         """Let a host connect to the tenant's subsystem and see these volumes, and no others."""

@@ -187,6 +187,11 @@ class NvmfTarget(Target):
             raise self._missing(NotFound(f"the target has no subsystem for tenant {tenant}", field="tenant"), mine)
         return EndpointInfo(TRANSPORT.lower(), listener["traddr"], int(listener["trsvcid"]), nqn)
 
+    async def endpoints(self, tenant: str) -> list[EndpointInfo]:
+        first = await self.endpoint(tenant)
+        nqn = first.subsystem_nqn
+        return [first, *(EndpointInfo(o.transport.lower(), o.address, o.port, nqn) for o in self._listeners)]
+
     def _missing(self, error: NotFound, volumes: Sequence[VolumeSpec]) -> ForebayError:
         """What it means that volumes are not found: the target had those that it was given, and was started anew since.
 

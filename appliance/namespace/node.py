@@ -457,9 +457,9 @@ class Node:
             except ForebayError:
                 await self.end_session(session)
 
-    async def endpoint(self, session: Session) -> EndpointInfo:
-        """Where the session's volumes are served."""
-        return await self.engine.target.endpoint(session.access.namespace.tenant)
+    async def endpoints(self, session: Session) -> list[EndpointInfo]:
+        """Where the session's volumes are served, by each transport."""
+        return await self.engine.target.endpoints(session.access.namespace.tenant)
 
     def volumes(self, session: Session) -> list[VolumeSpec]:
         """The volumes of a session's namespace."""

@@ -204,6 +204,8 @@ async def test_listeners_for_rdma(tmp_path: Path) -> None:
             {"trtype": "RDMA", "adrfam": "IPv4", "traddr": "192.0.2.10", "trsvcid": "4421"},
             {"trtype": "TCP", "adrfam": "IPv4", "traddr": "127.0.0.1", "trsvcid": "4420"},
         ]
+        found = [(one.transport, one.address, one.port) for one in await target.endpoints("acme")]
+        assert found == [("tcp", "127.0.0.1", 4420), ("rdma", "192.0.2.10", 4421)]
         asked.clear()
         await target._ensure_subsystem("acme")
         assert {method for method, _ in asked} == {"nvmf_get_subsystems", "framework_get_config"}
