@@ -75,11 +75,12 @@ class MeasuredEngine(Engine):
     def forget(self) -> dict[str, Any]:
         """Drop the engine's own prefix cache, and what a connector keeps in memory.
 
-        A connector may hold blocks until the engine's next step: another request makes it take one.
+        A connector may hold a request's blocks until a later step: another request, and the step after it, are some.
         """
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         while not self.llm.reset_prefix_cache():
             self.generate([[0]], max_tokens=1)
+            self.llm.llm_engine.step()
         return {"dropped": scheduler.connector is None or scheduler.reset_connector_cache()}
 
     def steps(self, seeds: Sequence[int], tokens: int, max_tokens: int) -> dict[str, Any]:
