@@ -174,8 +174,8 @@ class TargetConfig:
         Choice(("none", "dhchap")),
         "none",
         "Whether a client process has to prove to the target that it is the host that its session was given, and the "
-        "target to it (DH-HMAC-CHAP): by secrets that the session brings, so the API needs TLS for them to stay "
-        "secret. Clients older than that are refused (ADR 13).",
+        "target to it (DH-HMAC-CHAP): by secrets that the session brings over gRPC, on which nobody should listen. "
+        "Clients from before there was this are refused then (ADR 13).",
     )
     on_stop: str = setting(
         "on_stop",
