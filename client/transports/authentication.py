@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from forebay.client.transports.queues import IoQueue
-from forebay.errors import ForebayError, TargetRefused
+from forebay.errors import ConnectionLost, ForebayError, TargetRefused
 from forebay.ids import HostIdentity
 from forebay.nvmetcp import command as nvme
 from forebay.nvmetcp.authentication import MAX_MESSAGE_BYTES, AuthenticationFailed, HostAuthentication, Step
@@ -43,3 +43,9 @@ def authenticate(
                 send = nvme.authentication_send(0, len(failed.answer))
                 queue.execute(send, deadline_ms, data=failed.answer)
         raise
+    except ConnectionLost as lost:
+        # Linux's target closes as soon as it has said no, and its word may not come through before that.
+        raise ConnectionLost(
+            f"the connection ended in the authentication; it may be that the target does not take this host's secret: "
+            f"{lost.message}"
+        ) from lost

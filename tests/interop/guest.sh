@@ -10,10 +10,18 @@ until_() { # until_ CONDITION...: within 30 s
   echo "never: $*"; return 1
 }
 gone() { ! [ -e "$1" ]; }
+null() { # null NAME MIB DELAY_NS: a disk in memory, /dev/NAME, which answers after that delay; needs null_blk and configfs
+  local d=/sys/kernel/config/nullb/$1; mkdir "$d"
+  echo 4096 > "$d/blocksize"; echo "$2" > "$d/size"; echo 1 > "$d/memory_backed"; echo 2 > "$d/queue_mode"
+  [ "$3" = 0 ] || { echo 2 > "$d/irqmode"; echo "$3" > "$d/completion_nsec"; }
+  echo 1 > "$d/power"
+}
 check() {
+  local began=$SECONDS
   echo "=== check $1"
   ( set -e; "$1" ) < /dev/null
   echo "=== status $?"
   dmesg -c 2>/dev/null
   echo "=== end"
+  echo "$1 took $((SECONDS - began)) s"
 }

@@ -4,12 +4,6 @@
 
 C=/sys/kernel/config
 T=$C/nvmet
-null() { # null NAME MIB DELAY_NS: a disk in memory, which answers after that delay
-  local d=$C/nullb/$1; mkdir "$d"
-  echo 4096 > "$d/blocksize"; echo "$2" > "$d/size"; echo 1 > "$d/memory_backed"; echo 2 > "$d/queue_mode"
-  [ "$3" = 0 ] || { echo 2 > "$d/irqmode"; echo "$3" > "$d/completion_nsec"; }
-  echo 1 > "$d/power"
-}
 subsystem() { # subsystem NQN DISK...
   local s=$T/subsystems/$1 n=0 disk
   mkdir "$s"

@@ -4,13 +4,6 @@
 . /share/settings # NQN ADDRESS PORT, and KEYWORDS of the tests to run
 
 C=/sys/kernel/config
-null() { # null NAME MIB DELAY_NS: a disk in memory, which answers after that delay
-  local d=$C/nullb/$1; mkdir "$d"
-  echo 4096 > "$d/blocksize"; echo "$2" > "$d/size"; echo 1 > "$d/memory_backed"; echo 2 > "$d/queue_mode"
-  [ "$3" = 0 ] || { echo 2 > "$d/irqmode"; echo "$3" > "$d/completion_nsec"; }
-  echo 1 > "$d/power"
-}
-
 target() {
   modprobe -a crc32_generic crc32-pclmul rdma_rxe ib_uverbs rdma_ucm nvmet nvmet-rdma
   modprobe null_blk nr_devices=0

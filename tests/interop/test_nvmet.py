@@ -178,7 +178,8 @@ def test_who_cannot_prove_it_is_refused(peer: Peer) -> None:
     assert isinstance(none, TargetRefused) and "no secret" in str(none)
     wrong = HostSecrets(Secret.generate(), secrets.controller)
     other = refusal(peer.transport(HostIdentity(nqn, host_id, wrong), nqn=SECURE))
-    assert isinstance(other, TargetRefused) and "does not take this host's secret" in str(other)
+    # The kernel closes right after it has said no, and what it said may be lost by that.
+    assert isinstance(other, TargetRefused | ConnectionLost) and "does not take this host's secret" in str(other)
     impostor = HostSecrets(secrets.host, Secret.generate())
     unproven = refusal(peer.transport(HostIdentity(nqn, host_id, impostor), nqn=SECURE))
     assert isinstance(unproven, TargetRefused) and "does not prove who it is" in str(unproven)
