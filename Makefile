@@ -24,7 +24,7 @@ install = $(PIP) install --quiet --require-hashes -r $(1) && $(PIP) install --qu
 TYPED := $(wildcard tests perf)
 LINTED := $(wildcard src appliance client dpu connectors tests perf)
 
-.PHONY: help venv demo serve test test-long lint fuzz soak bench proto lock clean
+.PHONY: help venv demo serve test test-long test-spdk lint fuzz soak bench proto lock clean
 
 help: ## print the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,11 @@ test: lint redis compiler torch ## lint, types and tests; says what was not run 
 test-long: export FOREBAY_TEST_PROFILE := long
 test-long: lint redis compiler torch vllm ## the same with the large profiles
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+test-spdk: export FOREBAY_TEST_TARGET := spdk
+test-spdk: $(DEV) ## tests of whole nodes, with SPDK's target (FOREBAY_SPDK_TGT names it)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/spdk tests/client tests/appliance/control tests/appliance/http \
+	    tests/appliance/test_daemon.py tests/cli tests/kill tests/fencing tests/disks tests/pressure tests/e2e $(PYTEST_ARGS)
 
 lint: $(DEV) ## style, formatting and types
 	@$(BIN)/ruff check $(LINTED)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
-from uuid import NAMESPACE_URL, UUID, uuid5
+from uuid import UUID, uuid4
 
 from forebay.appliance.dataplane.host_keys import HostKeyFiles
 from forebay.appliance.dataplane.interface import (
@@ -114,7 +114,7 @@ class SpdkTarget(NvmfTarget):
         self._timeout_s = timeout_s
         self._files = VolumeFiles(timeout_s)
         self.stores = LvolStores(rpc, node, list(stores))
-        ident = str(uuid5(NAMESPACE_URL, self.subsystem_nqn("")))
+        ident = str(uuid4())  # nobody else may know it: who does could connect as the node itself
         self._self = HostIdentity(f"nqn.2014-08.org.nvmexpress:uuid:{ident}", ident)
         self._own_hosts = frozenset((self._self.nqn,))
         self._unsettled: set[str] = set()

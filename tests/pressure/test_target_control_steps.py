@@ -19,6 +19,8 @@ from forebay.testing.proxy import Action, Cut, FaultProxy, Moment
 from forebay.testing.steps import JsonRpcSteps
 from tests.pressure.conftest import CALM, HANG_S, Node, eventually
 
+pytestmark = pytest.mark.embedded  # the steps are its calls
+
 RPC_MS = 1_000
 PROBE = "forebay_get_info"
 FAULTS = [(Moment.BEFORE, Action.CLOSE), (Moment.INSIDE, Action.CLOSE), (Moment.AFTER, Action.CLOSE)]
