@@ -101,6 +101,7 @@ class _Wanted:
     expected: list[tuple[int | None, ...]]
     staged: Any = None
     """Pinned host memory that ``ops`` fill in the place of ``view``, which is a device's."""
+    write_id: bytes = b""
 
 
 class Reader:
@@ -215,7 +216,7 @@ class Reader:
             if call.lane is not None and want.staged is not None and isinstance(want.view, DeviceView):
                 call.lane.copy(want.view, want.staged)
             value = want.view if isinstance(want.view, memoryview) and buffers is None else None
-            results.append(GetResult(True, "ok", value, len(want.view)))
+            results.append(GetResult(True, "ok", value, len(want.view), want.write_id))
         if damaged:
             self._session.report(view, list(damaged), deadline_ms)
         return results
@@ -240,7 +241,7 @@ class Reader:
         if isinstance(target, DeviceView) and call.lane is not None and not route.transport.capabilities.device_memory:
             staged = call.lane.host(size)
             target = memoryview(staged.numpy())
-        want = _Wanted(buffer[:size], route.transport, [], [], [], staged)
+        want = _Wanted(buffer[:size], route.transport, [], [], [], staged, row.write_id)
         for offset_bytes, pieces in runs(layout, call.tiles, bridge_bytes=_BRIDGE_BYTES):
             at_bytes = row.offset_bytes + offset_bytes
             numbers = [piece.tile if verified else None for piece in pieces]

@@ -56,13 +56,15 @@ class KeyspaceInfo:
 class GetResult:
     """One block of a read: a hit with ``length_bytes`` bytes, or a miss whose ``reason`` says why.
 
-    ``value`` is there for `Client.get` only; `Client.get_into` filled the caller's buffer.
+    ``value`` is there for `Client.get` only; `Client.get_into` filled the caller's buffer. Who reads a block's tiles by
+    several calls compares ``write_id``, so that all of them are of one attempt to write it.
     """
 
     hit: bool
     reason: str
     value: memoryview | None = None
     length_bytes: int = 0
+    write_id: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

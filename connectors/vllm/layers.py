@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -32,6 +32,7 @@ class _Loading:
     intact: int
     why: str = ""
     left: set[Piece] = field(default_factory=set)
+    write_ids: dict[int, bytes] = field(default_factory=dict)
 
     def lose(self, first: int, why: str) -> None:
         if first < self.intact:
@@ -82,6 +83,15 @@ class StepLoads:
         with self._changed:
             intact = 0 if self._ended else self._loads[piece.request].intact
             return max(0, min(len(piece.rows.keys), intact - piece.first))
+
+    def alike(self, piece: Piece, write_ids: Sequence[bytes]) -> int:
+        """How many of a piece's blocks, as they were read, are of the same write as in the other layer groups."""
+        with self._changed:
+            known = self._loads[piece.request].write_ids
+            for row, write_id in enumerate(write_ids):
+                if known.setdefault(piece.first + row, write_id) != write_id:
+                    return row
+        return len(write_ids)
 
     @contextmanager
     def copying(self) -> Iterator[bool]:

@@ -332,7 +332,8 @@ class WorkerHalf:
         buffers = list(values.numpy())
         results = client.get_into(named, buffers, tiles=part.tiles, hints=hints, deadline_ms=left_ms)
         link.note([result.reason for result in results])
-        whole = next((row for row, result in enumerate(results) if not result.hit), useful)
+        hits = next((row for row, result in enumerate(results) if not result.hit), useful)
+        whole = step.alike(piece, [result.write_id for result in results[:hits]])
         with step.copying() as may:
             if not may:
                 return 0, "late"
@@ -340,4 +341,6 @@ class WorkerHalf:
                 part.tensors.scatter(blocks[:whole], values[:whole])
         if whole == useful:
             return None, ""
+        if whole < hits:
+            return whole, "replaced"
         return whole, _LOST.get(results[whole].reason, results[whole].reason)

@@ -207,6 +207,7 @@ def test_stat_pin_touch_delete(client: Client) -> None:
     assert (stat.length_bytes, stat.tiles, stat.pins, stat.durability) == (5000, 1, 1, "flush")
     assert stat.extent_bytes >= 8192
     assert len(stat.write_id) == 16
+    assert [read.write_id for read in client.get([b"life", b"no such"])] == [stat.write_id, b""]
     assert client.touch([b"life"], hints=Hints(final=True)) == ["ok"]
     assert client.pin([b"life"], pinned=False) == ["ok"]
     assert client.delete([b"life", b"no such"]) == ["ok", "absent"]

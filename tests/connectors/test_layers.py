@@ -75,6 +75,14 @@ def test_a_block_that_one_layer_group_lacks_is_lost_with_those_after_it() -> Non
     assert step.end() == {"a": (6, (12, 13, 14, 15), {"evicted": 1, "behind_gap": 3}), "b": (3, (), {})}
 
 
+def test_layer_groups_of_two_writers_do_not_make_a_block() -> None:
+    """It was evicted and written anew between two reads: each part is whole, and they are not of one write."""
+    step = begin(load("a", 3))
+    one, two = step.pieces[:2]
+    assert step.alike(one, [b"x", b"y", b"z"]) == 3
+    assert step.alike(two, [b"x", b"other", b"z"]) == 1
+
+
 def test_a_read_that_is_late_ends_the_wait_and_is_not_copied() -> None:
     clock = ManualClock()
     step = StepLoads([load("a", 6, 10)], LAYER_GROUPS, 4, clock.monotonic_ms() + 100, clock)
