@@ -75,6 +75,7 @@ def lmcache_server(folder: Path, log: Path) -> Iterator[LMCacheServer]:
         "--l1-size-gb": "1",
         "--eviction-policy": "LRU",
         "--supported-transfer-mode": "auto",
+        "--shm-name": f"lmcache-{port}",  # without, bytes go through messages
         "--l2-adapter": json.dumps({"type": "fs", "base_path": str(folder)}),
     }
     command: list[str | Path] = [ENVIRONMENTS["vllm"].python, "-m", "lmcache.v1.multiprocess.server"]
