@@ -32,7 +32,7 @@ P
   cd /tmp
   export PYTHONPATH=/tmp/python:/mnt/repo/src:/mnt/site PYTHONDONTWRITEBYTECODE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
   export NQN ADDRESS PORT
-  timeout 240 python3 -X faulthandler -m pytest --noconftest -c /dev/null --rootdir /mnt/repo --import-mode=importlib \
+  timeout 440 python3 -X faulthandler -m pytest --noconftest -c /dev/null --rootdir /mnt/repo --import-mode=importlib \
     -p no:cacheprovider -o faulthandler_timeout=60 -o junit_family=xunit2 --junitxml=/share/results.xml \
     --durations=8 -q -k "$KEYWORDS" /mnt/repo/tests/interop/rdma_suite.py
 }
