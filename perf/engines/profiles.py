@@ -66,10 +66,10 @@ def _attention(layers: int, heads: int, per_head: int) -> int:
     return layers * heads * per_head
 
 
-_TENSORRT_LLM = (
-    "1st token latency, batch size 1: github.com/NVIDIA/TensorRT-LLM/blob/138f96d45f90b9667426f7c47297d8c06bafac73/"
-    "docs/source/performance.md"
+_TENSORRT_LLM_PAGE = (
+    "github.com/NVIDIA/TensorRT-LLM/blob/138f96d45f90b9667426f7c47297d8c06bafac73/docs/source/performance.md"
 )
+_TENSORRT_LLM = f"1st token latency, batch size 1: {_TENSORRT_LLM_PAGE}"
 _GH200 = (
     "developer.nvidia.com/blog/low-latency-inference-chapter-2-blackwell-is-coming-nvidia-gh200-nvl32-with-nvlink-"
     "switch-gives-signs-of-big-leap-in-time-to-first-token-performance"
