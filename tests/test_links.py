@@ -39,8 +39,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def missing(text: str) -> set[str]:
-    """Pages that a text names by their path and that are not there."""
-    named = set(re.findall(r"\bdocs/[\w./-]*\.md\b", text))
+    """Pages that a text names by their path and that are not there; those of other repositories are none of ours."""
+    ours = re.sub(r"\bgithub\.com/\S+", "", text)
+    named = set(re.findall(r"\bdocs/[\w./-]*\.md\b", ours))
     return {name for name in named if not (ROOT / name).exists()}
 
 
