@@ -93,12 +93,14 @@ fenced() {
 wrong_host() { ! nvme connect $T -n "$CLOSED" $ME; }
 
 authenticated() { # both ways, by each hash and group that the other side may want
+  local queues=2
   for agreed in $AGREED; do
     ask "agree_$agreed"
-    attach "$SECURE" -i 2 -S "$SECRET" -C "$CONTROLLER_SECRET"
+    attach "$SECURE" -i $queues -S "$SECRET" -C "$CONTROLLER_SECRET"
     dd if=/dev/urandom of=/tmp/proven bs=64k count=4 2>/dev/null
     dd if=/tmp/proven of=/dev/nvme0n1 bs=64k oflag=direct
     dd if=/dev/nvme0n1 bs=64k count=4 iflag=direct | cmp - /tmp/proven
+    queues=1
   done
   ask agree_0
   attach "$SECURE" -i 1 -S "$SECRET" # the host alone
@@ -145,6 +147,7 @@ replayed() { # replayed TARGET PORT: the connection breaks with a write on its w
   detach
   nvme connect -t tcp -a 10.0.2.2 -s "$2" -n "$FENCED" $ME -i 1 -c 1 -l 120 -k 60
   until_ test -b /dev/nvme0n1
+  dd if=/dev/nvme0n1 of=/dev/null bs=4k count=1 iflag=direct # the kernel's own reads, for partitions, are over then
   tr '\0' s < /dev/zero | head -c 4096 > /tmp/stale
   ask "hold_$1"
   dd if=/tmp/stale of=/dev/nvme0n1 bs=4k seek=8 count=1 oflag=direct & job=$!

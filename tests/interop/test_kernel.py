@@ -232,6 +232,23 @@ def test_the_kernel_complains_of_nothing(checks: dict[str, Check], name: str) ->
     assert not complaints(checks[name])
 
 
+RECONNECTS = r"starting error recovery|Failed reconnect attempt|failed to (connect socket|send request)|receive failed"
+EXPECTED = {
+    "fenced": r"sct 0x2 / sc 0x86\) DNR|critical medium error, dev \S+, sector \d+ op 0x1:\(WRITE\)",
+    "wrong_host": r"failed to connect queue: 0 ret=16772",  # 4184h
+    "not_authenticated": r"authentication (setup )?failed|failed to connect queue: 0 ret=-1(26|29)",
+    "restart": RECONNECTS,
+    "keep_alive": RECONNECTS + r"|keep.?alive",
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_kernel_complains_of_nothing_else(checks: dict[str, Check], name: str) -> None:
+    told = complaints(checks[name])
+    assert told
+    assert not [line for line in told if not re.search(EXPECTED[name], line)]
+
+
 def test_the_kernel_is_told_why_a_write_was_refused(checks: dict[str, Check]) -> None:
     """Access Denied with DNR: it is not tried again (design §6.4)."""
     refused = re.findall(r"I/O Cmd\(0x1\) @ LBA (\d+), .*sct 0x2 / sc 0x86\) DNR", checks["fenced"].kernel)

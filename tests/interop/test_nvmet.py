@@ -153,7 +153,17 @@ def transfers(transport: Transport) -> None:
     assert got == data
 
 
-@pytest.mark.parametrize("keys", KEYS, ids=lambda keys: f"{keys.hash}-{keys.group}")
+SLOW_GROUPS = ("ffdhe3072", "ffdhe6144")
+"""Slow in emulation, and nothing that the groups beside them have not."""
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(one, id=f"{one.hash}-{one.group}", marks=[pytest.mark.long] * (one.group in SLOW_GROUPS))
+        for one in KEYS
+    ],
+)
 def test_both_prove_who_they_are(peer: Peer, keys: Keys) -> None:
     transport = peer.transport(keys.host, nqn=SECURE, options=NvmeTcpOptions(connections=1))
     try:
