@@ -259,7 +259,7 @@ def run(bench: Bench) -> Iterator[Row]:
     path = os.environ.get("FOREBAY_TRACE")
     trace = read_trace(Path(path)) if path else generate(_SEED, _GENERATED)
     source = Path(path).name if path else f"generated, seed {_SEED}"
-    with start_node(bench.memory_dir, 2 * bench.sizes.node_bytes) as node:
+    with start_node(bench.memory_dir, 4 * bench.sizes.node_bytes) as node:
         for number, name in enumerate(_PROFILES):
             plan = Plan.of(PROFILES[name], trace, source, bench.sizes.replay_s)
             # Each in a generation of its own, where nothing is stored yet; what is old makes room as it has to.
