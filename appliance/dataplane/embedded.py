@@ -248,7 +248,7 @@ class EmbeddedTarget(NvmfTarget):
         with suppress(NotFound):
             await self._rpc.call("bdev_aio_delete", {"name": name})
 
-    async def _end_host(self, name: str) -> None:
+    async def _end_host(self, nqn: str, name: str) -> None:
         await self._rpc.call("forebay_host_teardown", {"host_nqn": name})
 
     def _mode(self, spec: VolumeSpec) -> str:

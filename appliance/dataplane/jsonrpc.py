@@ -20,6 +20,7 @@ from typing import Any
 
 from forebay import request_id
 from forebay.appliance.dataplane.json_stream import JsonStream
+from forebay.appliance.dataplane.process import ProcessName
 from forebay.appliance.trace import Tracer
 from forebay.errors import (
     AlreadyExists,
@@ -43,6 +44,8 @@ MAX_OUTSTANDING = 48
 READ_BYTES = 256 << 10
 
 METHOD_NOT_FOUND = -32601
+_UCRED = struct.Struct("iII")
+"""Pid, user and group of a peer, unix(7)."""
 
 # Errors of SPDK are negative errno values or JSON-RPC's own -32xxx codes. Anything else is the target's own failure.
 ERRORS: dict[int, type[ForebayError]] = {
@@ -94,6 +97,7 @@ class JsonRpcClient:
         self._waiting: dict[int | str, asyncio.Future[dict[str, Any]]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._peer: ProcessName | None = None
         self._heard_s = 0.0
         self._connecting = asyncio.Lock()
         self._turns = asyncio.Semaphore(MAX_OUTSTANDING)
@@ -142,12 +146,13 @@ class JsonRpcClient:
         return response["result"]
 
     @property
-    def peer_pid(self) -> int:
-        """Pid of the process that listens, as the kernel noted it when we connected; 0 if there is no connection."""
+    def peer(self) -> ProcessName | None:
+        """The process that listened when we connected, as the kernel noted it; None without a connection."""
         if self._writer is None:
-            return 0
-        credentials = self._writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        return int(struct.unpack("iII", credentials)[0])
+            return None
+        if self._peer is None:
+            self._peer = _peer(self._writer.get_extra_info("socket"), self.path)
+        return self._peer
 
     async def close(self) -> None:
         """End the connection; calls that wait raise `Unavailable`. The next call opens a new one."""
@@ -166,6 +171,7 @@ class JsonRpcClient:
         async with self._connecting:
             if self._writer is None:
                 reader, self._writer = await asyncio.open_unix_connection(str(self.path))
+                self._peer = None
                 self._reading = asyncio.create_task(self._read(reader, self._writer), name=f"jsonrpc {self.path}")
             return self._writer
 
@@ -199,3 +205,13 @@ class JsonRpcClient:
         for answer in waiting.values():
             if not answer.done():
                 answer.set_exception(copy(problem))
+
+
+def _peer(connection: socket.socket, path: Path) -> ProcessName | None:
+    """Who is at the other end; None if this process lacks a descriptor to look it up, or it is gone."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid = int(_UCRED.unpack(credentials)[0])
+    try:
+        return ProcessName.of(pid, path) if pid else None
+    except OSError:
+        return None

@@ -24,7 +24,6 @@ from forebay.appliance.dataplane.interface import (
 )
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.node_host import NodeHost
-from forebay.appliance.dataplane.process import ProcessName
 from forebay.appliance.dataplane.spdk_stores import LvolStores, StoreDrive
 from forebay.appliance.dataplane.subsystems import (
     TRANSPORT,
@@ -81,9 +80,10 @@ async def spdk_identity(rpc: JsonRpcClient) -> tuple[str, int, str]:
         raise ProtocolError(f"spdk_get_version: {error!r} in the answer") from error
     if not major:  # Forebay's own target, which answers most of what SPDK does
         raise ProtocolError(f"{rpc.path}: {version} is not SPDK's target")
-    pid = rpc.peer_pid
-    name = ProcessName.of(pid, rpc.path) if pid else None
-    return version, pid, f"{pid}/{name.start_ticks if name else 0}"
+    peer = rpc.peer
+    if peer is None:
+        raise Unavailable(f"{rpc.path}: which process answers is not known", field="target")
+    return version, peer.pid, f"{peer.pid}/{peer.start_ticks}"
 
 
 class SpdkTarget(NvmfTarget):
@@ -152,9 +152,8 @@ class SpdkTarget(NvmfTarget):
                         await self._rpc.call("nvmf_ns_remove_host", values)
                     await self._expel(nqn, name, allowed=name in hosts_of(subsystem))
 
-    async def _end_host(self, name: str) -> None:
-        for nqn, subsystem in (await self._mine()).items():
-            await self._expel(nqn, name, allowed=name in hosts_of(subsystem))
+    async def _end_host(self, nqn: str, name: str) -> None:
+        await self._expel(nqn, name, allowed=False)
 
     async def _mine(self) -> dict[str, dict[str, Any]]:
         """This node's subsystems by NQN."""
@@ -163,7 +162,10 @@ class SpdkTarget(NvmfTarget):
         return {one["nqn"]: one for one in found if one["nqn"].startswith(prefix)}
 
     async def _controllers(self, nqn: str) -> list[dict[str, Any]]:
-        return list(await self._rpc.call("nvmf_subsystem_get_controllers", {"nqn": nqn}))
+        try:
+            return list(await self._rpc.call("nvmf_subsystem_get_controllers", {"nqn": nqn}))
+        except TargetRefused:
+            return []  # there is no such subsystem
 
     async def _expel(self, nqn: str, name: str, *, allowed: bool) -> None:
         """Take a host's right to connect, and have its controllers go: a controller goes when its commands have ended.

@@ -119,8 +119,11 @@ class NvmfTarget(Target):
         """Close a volume; one that is not open is no error."""
 
     @abstractmethod
-    async def _end_host(self, name: str) -> None:
-        """Tear down every controller of a host, which has no right to connect: none of its commands runs after."""
+    async def _end_host(self, nqn: str, name: str) -> None:
+        """Tear down a host's controllers in a subsystem to which it may not connect: none of its commands runs after.
+
+        The only one: a host is of one tenant.
+        """
 
     def _bdev_name(self, spec: VolumeSpec) -> str:
         return spec.bdev
@@ -249,7 +252,7 @@ class NvmfTarget(Target):
                     if host.nqn in seen_by:
                         await self._rpc.call("nvmf_ns_remove_host", {"nqn": nqn, "nsid": nsid, "host": host.nqn})
                         seen_by.discard(host.nqn)
-            await self._end_host(host.nqn)
+            await self._end_host(nqn, host.nqn)
             if look is None or not (look.hosts or look.seen_by):
                 self._looks.pop(nqn, None)
                 await self._drop_if_empty(nqn)
@@ -284,6 +287,16 @@ class NvmfTarget(Target):
             with suppress(NotFound):
                 await self._rpc.call("keyring_file_remove_key", {"name": key})
         await asyncio.to_thread(self._keys.forget, name)
+
+    async def _forget_strangers(self, hosts: Sequence[HostView]) -> None:
+        """Remove the keys that an earlier daemon gave the target for hosts that are no more."""
+        if self._keys is None:
+            return
+        wanted = {key for view in hosts for key in self._keys.names(view.host.nqn)}
+        for one in await self._rpc.call("keyring_get_keys"):
+            if str(one["name"]).startswith(self._keys.prefix) and one["name"] not in wanted:
+                with suppress(NotFound):
+                    await self._rpc.call("keyring_file_remove_key", {"name": one["name"]})
 
     async def _by_look(self, nqn: str, act: Callable[[], Awaitable[None]]) -> None:
         """Act by what is known of a subsystem, and once more by a fresh look if that fails: it may be another target's.
@@ -338,6 +351,7 @@ class NvmfTarget(Target):
                         and (one["bdev_name"], there.path) == (self._bdev_name(spec), spec.path)
                     )
             found = await self._take_away(subsystems, views)
+            await self._forget_strangers(hosts)
             kept = {one["bdev_name"] for each in subsystems.values() for one in each["namespaces"] if one["wanted"]}
             others = {
                 one["bdev_name"] for each in reported if each["nqn"] not in subsystems for one in each["namespaces"]
@@ -394,7 +408,7 @@ class NvmfTarget(Target):
             for name in sorted(name for name in names - self._own_hosts if (nqn, name) not in views):
                 found.append(f"host {name} is not of a live session")
                 await self._remove_host(nqn, subsystem, name)
-                await self._end_host(name)
+                await self._end_host(nqn, name)
                 await self._forget_keys(name)
             for one in subsystem["namespaces"]:
                 if not one["wanted"]:
