@@ -90,6 +90,7 @@ def test_sessions(node: Node, count: int, processes: int) -> None:
     node.expect_nothing_held()
 
 
+@pytest.mark.embedded  # a thread for each connection
 @pytest.mark.parametrize(
     ("count", "processes"), [pytest.param(64, 2, id="64"), pytest.param(512, 8, id="512", marks=pytest.mark.long)]
 )
