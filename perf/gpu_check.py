@@ -23,6 +23,7 @@ import forebay
 from forebay.checksum import crc32c
 from forebay.client.device import DeviceView
 from forebay.client.device_checksum import device_crc32c
+from forebay.client.registered import register
 from forebay.client.transports.base import DeviceReadOp, DeviceSegment, Outcome, ReadOp, Segment, WriteOp
 from forebay.client.transports.block_device import BlockDeviceOptions
 from forebay.client.transports.controller import SubsystemAddress
@@ -30,6 +31,7 @@ from forebay.client.transports.device_reads import DeviceReads
 from forebay.client.transports.disks import Disk
 from forebay.client.transports.gpu_path import choose_gpu_path
 from forebay.client.transports.nvme_rdma import NvmeRdmaTransport, usable
+from forebay.client.transports.options import NvmeRdmaOptions
 from forebay.clock import SystemClock
 from forebay.errors import ForebayError
 from forebay.ids import HostIdentity
@@ -167,14 +169,10 @@ def by_kvikio(blocks: Blocks, folder: Path, wanted: str) -> Iterator[Row]:
         stack.callback(disk.close)
         reads = DeviceReads(path, depth=options.depth, max_command_bytes=options.max_command_bytes, clock=SystemClock())
         stack.callback(reads.close)
-        size = blocks.block_bytes
-        ops = {
-            i: DeviceReadOp(1, i * size, (DeviceSegment(DeviceView(tensor), size, 0),))
-            for i, tensor in enumerate(blocks.tensors)
-        }
+        ops = dict(enumerate(_device_reads(blocks)))
 
         def read() -> None:
-            outcomes, _ = reads.run(ops, [size] * blocks.count, {1: disk}, _until_ms())
+            outcomes, _ = reads.run(ops, [blocks.block_bytes] * blocks.count, {1: disk}, _until_ms())
             _succeeded(f"kvikio by {path.name}", outcomes.values())
 
         what = f"kvikio by {path.name}, checksums on the device"
@@ -182,7 +180,7 @@ def by_kvikio(blocks: Blocks, folder: Path, wanted: str) -> Iterator[Row]:
 
 
 def by_rdma(blocks: Blocks, target: str | None) -> Iterator[Row]:
-    """NVMe/RDMA into registered pinned memory, and the copy. Overwrites the volume. Raises `Skipped`."""
+    """NVMe/RDMA to the device, and into registered pinned memory. Overwrites the volume. Raises `Skipped`."""
     why = usable()
     if why is not None:
         raise Skipped(why)
@@ -193,9 +191,10 @@ def by_rdma(blocks: Blocks, target: str | None) -> Iterator[Row]:
     size, landing = blocks.block_bytes, blocks.pinned(blocks.size_bytes)
     rows = list(landing.view(blocks.count, size))
     with ExitStack() as stack:
-        transport = NvmeRdmaTransport(SubsystemAddress(host, int(port), nqn), _HOST)
+        options = NvmeRdmaOptions(device_memory=True)
+        transport = NvmeRdmaTransport(SubsystemAddress(host, int(port), nqn), _HOST, options=options)
         stack.callback(transport.close)
-        stack.callback(transport.register(landing.numpy().data, _until_ms()).close)
+        stack.enter_context(register(landing.numpy()))
         writes = [WriteOp(1, i * size, (Segment(value.numpy().data, size),)) for i, value in enumerate(blocks.values)]
         _succeeded("NVMe/RDMA", transport.write(writes, _until_ms()))
         ops = [ReadOp(1, i * size, (Segment(row.numpy().data, size, 0),)) for i, row in enumerate(rows)]
@@ -206,6 +205,20 @@ def by_rdma(blocks: Blocks, target: str | None) -> Iterator[Row]:
                 tensor.copy_(value, non_blocking=True)
 
         yield blocks.row("rdma.registered", "NVMe/RDMA into registered pinned memory, then the copy", read)
+        device_ops = _device_reads(blocks)
+
+        def straight() -> None:
+            _succeeded("NVMe/RDMA to the device", transport.read_device(device_ops, _until_ms()))
+
+        yield blocks.row("rdma.device", "NVMe/RDMA to the device, checksums there", straight)
+
+
+def _device_reads(blocks: Blocks) -> list[DeviceReadOp]:
+    size = blocks.block_bytes
+    return [
+        DeviceReadOp(1, i * size, (DeviceSegment(DeviceView(tensor), size, 0),))
+        for i, tensor in enumerate(blocks.tensors)
+    ]
 
 
 def _until_ms() -> int:

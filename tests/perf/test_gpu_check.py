@@ -16,7 +16,7 @@ SMALL = ["--blocks", "3", "--repeats", "1", "--json"]
 @pytest.mark.torch
 def test_a_rehearsal_brings_the_right_bytes(tmp_path: Path) -> None:
     env = ENVIRONMENTS["torch"]
-    command = [env.python, "-m", "perf.gpu_check", "--rehearse", "--disk", tmp_path, *SMALL]
+    command = [str(env.python), "-m", "perf.gpu_check", "--rehearse", "--disk", str(tmp_path), *SMALL]
     done = subprocess.run(command, env=env.variables(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
@@ -28,7 +28,7 @@ def test_a_rehearsal_brings_the_right_bytes(tmp_path: Path) -> None:
 @pytest.mark.torch
 def test_without_a_gpu_it_says_so() -> None:
     env = ENVIRONMENTS["torch"]
-    command = [env.python, "-m", "perf.gpu_check", *SMALL]
+    command = [str(env.python), "-m", "perf.gpu_check", *SMALL]
     environment = {**env.variables(), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
@@ -39,6 +39,6 @@ def test_without_a_gpu_it_says_so() -> None:
 def test_every_way_that_is_there(tmp_path: Path) -> None:
     """With the Python that runs the tests, in which torch for CUDA has to be."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "perf.gpu_check", "--disk", tmp_path, *SMALL]
+    command = [sys.executable, "-m", "perf.gpu_check", "--disk", str(tmp_path), *SMALL]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stderr
