@@ -5,7 +5,7 @@ The file that FOREBAY_TEST_LIE names holds the lie of the moment; without one, o
 ============= ==========================================================
 drop          writes are acknowledged, and are not made
 corrupt       writes are made with one bit changed
-slow          each write takes seconds
+slow          each write takes two seconds
 wrong_reads   reads are answered with one bit changed
 slow_reads    each read takes a while
 ============= ==========================================================
@@ -29,7 +29,7 @@ __all__ = ["LyingNode"]
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _VARIABLE = "FOREBAY_TEST_LIE"
-_WRITE_S, _READ_S = 4.0, 0.2
+_WRITE_S, _READ_S = 2.0, 0.2
 
 
 class LyingNode(NodeProcess):
