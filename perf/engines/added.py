@@ -16,7 +16,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from perf.engines.process import EngineProcess, EngineSetup, connect, engines, forebay_connector, vllm_version
+from perf.engines.process import (
+    EngineProcess,
+    EngineSetup,
+    connect,
+    engines,
+    forebay_connector,
+    parameters,
+    vllm_version,
+)
 from perf.harness import Row, compared_latency_row, file_system
 from perf.node import scratch, start_node
 from perf.workload import Bench, Wrong
@@ -48,7 +56,7 @@ def run(bench: Bench) -> Iterator[Row]:
             forebay_connector(node, "refusing", _ARGUMENTS, prefill_tokens_per_s=_FASTEST),
         ]
         with engines(folder, setups) as started:
-            details["parameters"] = started["plain"].ask("parameters")["count"]
+            details["parameters"] = parameters(folder)
             yield from _requests(started, rounds, {**details, "prompt_tokens": _TOKENS})
             yield from _steps(started["forebay"], started["plain"], max(1, rounds // 4), details)
 

