@@ -28,7 +28,7 @@ from forebay.client.transports.base import (
 )
 from forebay.client.transports.bounce import BouncePool, Job
 from forebay.client.transports.device_reads import DeviceReads
-from forebay.client.transports.disks import Disk, Machine, VolumeIdentity
+from forebay.client.transports.disks import Disk, Look, Machine, VolumeIdentity
 from forebay.client.transports.gpu_path import gpu_path
 from forebay.client.transports.requests import CHUNK_BYTES, Request, outcomes, plan
 from forebay.clock import Clock, SystemClock
@@ -53,6 +53,7 @@ _LOOK_MS = (1_000, 60_000)
 """First and longest wait between looks for a volume that is not here."""
 _LOOKS_MS = 1_000
 """How long `connect` looks at all volumes together."""
+_MAX_WAIT_S = 0.25
 _NO_TAG = (
     "a block device cannot carry the tag of a grant, without which the target refuses writes to fenced volumes: "
     "they need another transport"
@@ -98,6 +99,8 @@ class _Volume:
     attempts: int = 0
     not_before_ms: int = 0
     """After so many looks in vain: when `connect` looks again."""
+    look: Look | None = None
+    """The last one, which may not have come back."""
 
 
 class BlockDeviceTransport(Transport):
@@ -320,24 +323,20 @@ class BlockDeviceTransport(Transport):
         if left_ms <= 0 or not self._looking.acquire(timeout=left_ms / 1000):
             return DeadlineExceeded("the device was not looked at before the deadline")
         try:
-            volume = VolumeIdentity(self._nqn, nsid, self._nguids.get(nsid, ""))
-            found: list[Disk] = []
-
-            def look(buffer: memoryview) -> None:
-                found.append(self._machine.find(volume, buffer, local=self._local, writable=self._writable))
-
-            job: Job[memoryview] = Job(look, _translated)
-            try:
-                self._pool.run([job], lambda _job, _buffer: None, deadline_ms)
-                error = job.error
-            except ForebayError as e:
-                error = e
             known = self._volumes.setdefault(nsid, _Volume())
-            if error is not None or not found:
-                self._lost(nsid, known, error or Unavailable("the device was not found"))
-                return known.error
-            self._take(nsid, known, found[0])
-            return None
+            if known.look is not None and not known.look.ended:
+                return Unavailable("an earlier look at the device has not come back")
+            volume = VolumeIdentity(self._nqn, nsid, self._nguids.get(nsid, ""))
+            known.look = look = Look(self._machine, volume, local=self._local, writable=self._writable)
+            while not look.wait(min(_MAX_WAIT_S, (deadline_ms - self._clock.monotonic_ms()) / 1000)):
+                if self._closed or self._clock.monotonic_ms() >= deadline_ms:
+                    break
+            found = look.taken()
+            if isinstance(found, Disk):
+                self._take(nsid, known, found)
+                return None
+            self._lost(nsid, known, found)
+            return found
         finally:
             self._looking.release()
 

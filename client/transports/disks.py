@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import re
 import stat
@@ -14,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from forebay.errors import Unavailable, VolumeMismatch
+from forebay.errors import DeadlineExceeded, ForebayError, Unavailable, VolumeMismatch
 from forebay.ids import LBA_BYTES
 from forebay.volume_label import LABEL_BYTES, VolumeLabel
 
-__all__ = ["Disk", "Machine", "VolumeIdentity"]
+__all__ = ["Disk", "Look", "Machine", "VolumeIdentity"]
 
 _BLKGETDISKSEQ = 0x80081280
 """_IOR(0x12, 128, __u64), linux/fs.h: a number that no other disk since boot has had, or has."""
@@ -216,6 +217,55 @@ class Machine:
             raise VolumeMismatch(f"{disk.path} is labelled {label.volume_uuid.hex()} where {expected} is expected")
         if not disk.unchanged:
             raise Unavailable(f"{disk.path} changed while it was looked at")
+
+
+class Look:
+    """One look for a volume, in a thread that ends with it: most machines have no such device, and need none for long.
+
+    It has memory of its own, so that nobody has to wait for one that a device holds up.
+    """
+
+    def __init__(self, machine: Machine, volume: VolumeIdentity, *, local: bool, writable: bool) -> None:
+        self._machine = machine
+        self._volume = volume
+        self._local = local
+        self._writable = writable
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._left = False
+        self._found: Disk | ForebayError = DeadlineExceeded("the device was not looked at before the deadline")
+        threading.Thread(target=self._run, name="forebay-look", daemon=True).start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has come back."""
+        return self._over.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait a while for it; whether it has come back."""
+        return self._over.wait(max(0.0, timeout_s))
+
+    def taken(self) -> Disk | ForebayError:
+        """What it found, or that it is late; a disk that is found after this is closed."""
+        with self._lock:
+            self._left = True
+            return self._found
+
+    def _run(self) -> None:
+        found: Disk | ForebayError
+        try:
+            page = memoryview(mmap.mmap(-1, LABEL_BYTES))
+            found = self._machine.find(self._volume, page, local=self._local, writable=self._writable)
+        except ForebayError as e:
+            found = e
+        except OSError as e:
+            found = Unavailable(f"the devices here cannot be looked at: {e}")
+        with self._lock:
+            if not self._left:
+                self._found = found
+            elif isinstance(found, Disk):
+                found.close()
+            self._over.set()
 
 
 def _digits(identifier: str) -> str:

@@ -257,6 +257,29 @@ def test_a_job_finds_a_thread_where_the_idle_one_is_another_jobs() -> None:
     pool.close()
 
 
+def test_a_look_that_is_stuck(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs `connect` a second, no second thread, and no open file."""
+    let_go, found = threading.Event(), []
+    find = Machine.find
+
+    def slow(*arguments: Any, **settings: Any) -> Disk:
+        let_go.wait()
+        found.append(find(*arguments, **settings))
+        return found[-1]
+
+    monkeypatch.setattr(Machine, "find", slow)
+    transport = device.transport()
+    with pytest.raises(DeadlineExceeded):
+        transport.connect(now_ms() + LONG_MS)
+    assert transport.serves(1) is not None
+    assert isinstance(read(transport, bytearray(4096)), Unavailable), "at once"
+    assert [t.name for t in threading.enumerate()].count("forebay-look") == 1
+    let_go.set()
+    eventually(lambda: found and not _is_open(found[0]), "what it found in the end is closed")
+    assert read(transport, bytearray(4096)) is None
+    transport.close()
+
+
 def test_closing_does_not_wait_for_a_stuck_read(device: Device, stuck: Stuck) -> None:
     transport = device.transport()
     transport.connect(now_ms() + LONG_MS)
