@@ -50,7 +50,7 @@ def drive_target(config: Config, socket: Path, node_id: bytes, tracer: Tracer | 
     timeout_s = target.rpc_timeout_ms / 1000
     rpc = JsonRpcClient(socket, timeout_s=timeout_s, tracer=tracer)
     node, listen = node_id.hex()[:16], target.listen
-    keys = HostKeyFiles(config.data / "run" / "keys") if target.authentication == "dhchap" else None
+    keys = HostKeyFiles(config.data / "run" / "keys", node) if target.authentication == "dhchap" else None
     if target.kind == "embedded":
         limits = TransportLimits(max_io_bytes=target.max_command_bytes, in_capsule_bytes=target.in_capsule_bytes)
         return EmbeddedTarget(rpc, node=node, address=listen.host, port=listen.port, limits=limits, keys=keys)

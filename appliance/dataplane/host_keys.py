@@ -10,16 +10,18 @@ from forebay.nvmetcp.secret import Secret
 
 __all__ = ["HostKeyFiles"]
 
-_PREFIX = "forebay-"
-
 
 class HostKeyFiles:
-    """Key files in a directory of their own; what an earlier daemon left there belongs to hosts that are no more."""
+    """Key files in a directory of their own; what an earlier daemon left there belongs to hosts that are no more.
 
-    def __init__(self, directory: Path) -> None:
+    ``node`` is in each key's name: a target may serve several nodes.
+    """
+
+    def __init__(self, directory: Path, node: str) -> None:
         self._directory = directory
+        self.prefix = f"forebay-{node}-"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for left in directory.glob(f"{_PREFIX}*"):
+        for left in directory.glob(f"{self.prefix}*"):
             left.unlink(missing_ok=True)
 
     def write(self, host: HostIdentity) -> dict[str, tuple[str, Path]]:
@@ -40,7 +42,7 @@ class HostKeyFiles:
 
     def names(self, nqn: str) -> tuple[str, str]:
         """Names of a host's two keys. The NQNs of sessions' hosts end with a UUID, so no two have the same."""
-        stem = _PREFIX + nqn.rpartition(":")[2]
+        stem = self.prefix + nqn.rpartition(":")[2]
         return stem, f"{stem}-target"
 
     def forget(self, nqn: str) -> None:

@@ -113,12 +113,20 @@ def test_secrets_go_with_the_session_and_are_nowhere_else(node: NodeProcess) -> 
     assert not any("DHHC" in log.read_text(errors="replace") for log in logs)
 
 
-def test_a_node_that_starts_anew_has_no_old_secrets(node: NodeProcess) -> None:
+@pytest.mark.parametrize("keeps_target", [True, False])
+def test_a_node_that_starts_anew_has_no_old_secrets(node: NodeProcess, keeps_target: bool) -> None:
     with node.connect() as client:
-        assert client.put([b"anew"], [VALUE])[0].stored
-        before = set(key_files(node))
+        key = f"anew {keeps_target}".encode()
+        assert client.put([key], [VALUE])[0].stored
+        before = {file.name for file in key_files(node)}
         assert before
-        node.kill()
+        if keeps_target:
+            node.process.kill()
+            node.process.wait()
+        else:
+            node.kill()
         node.start()
-        assert not before & set(key_files(node))
-        eventually(lambda: client.get([b"anew"])[0].hit, "the client is back", 60)
+        assert not before & {file.name for file in key_files(node)}
+        with target_of(node) as target:
+            assert not before & {one["name"] for one in target.keyring_get_keys()}
+        eventually(lambda: client.get([key])[0].hit, "the client is back", 60)
