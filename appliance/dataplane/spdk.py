@@ -24,7 +24,7 @@ from forebay.appliance.dataplane.interface import (
 )
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.node_host import NodeHost
-from forebay.appliance.dataplane.spdk_stores import LvolStores, StoreDrive
+from forebay.appliance.dataplane.spdk_stores import CLUSTER_BYTES, LvolStores, StoreDrive
 from forebay.appliance.dataplane.subsystems import (
     TRANSPORT,
     Bdev,
@@ -34,7 +34,7 @@ from forebay.appliance.dataplane.subsystems import (
     hosts_of,
 )
 from forebay.appliance.dataplane.volume_files import VolumeFiles
-from forebay.errors import NotFound, ProtocolError, TargetFailed, TargetRefused, Unavailable, VolumeMismatch
+from forebay.errors import NoSpace, NotFound, ProtocolError, TargetFailed, TargetRefused, Unavailable, VolumeMismatch
 from forebay.ids import LBA_BYTES, GrantId, HostIdentity, VolumeId
 
 __all__ = ["QosLimits", "SpdkTarget", "spdk_identity"]
@@ -208,10 +208,18 @@ class SpdkTarget(NvmfTarget):
         return await asyncio.to_thread(self.stores.flush, drive)
 
     async def prepare_region(self, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
-        if self.stores.store_of(volume.path) is None:
+        drive = self.stores.store_of(volume.path)
+        if drive is None:
             return await self._files.prepare_region(volume, offset_bytes, length_bytes)
         async with self.io(volume.path) as host:
-            return await host.write_zeroes(offset_bytes, length_bytes)
+            try:
+                return await host.write_zeroes(offset_bytes, length_bytes)
+            except TargetFailed as error:
+                # a store that is full is an error like any other to SPDK
+                if (await self.stores.space(drive.name)).free_bytes >= CLUSTER_BYTES:
+                    raise
+                await host.deallocate(offset_bytes, length_bytes)
+                raise NoSpace(f"drive {drive.kind}:{drive.where} has no space left", field="drives") from error
 
     async def release_region(self, volume: VolumeSpec, offset_bytes: int, length_bytes: int) -> None:
         if self.stores.store_of(volume.path) is None:

@@ -91,7 +91,9 @@ def program() -> SpdkProgram:
 
 
 @asynccontextmanager
-async def rigged(path: Path, kind: str, times: SupervisorTimes = TIMES, **options: Any) -> AsyncIterator[Rig]:
+async def rigged(
+    path: Path, kind: str, times: SupervisorTimes = TIMES, *, disk_bytes: int = 1 << 30, **options: Any
+) -> AsyncIterator[Rig]:
     """``kind`` is ``file``, or that of a bdev."""
     rigs: list[Rig] = []
 
@@ -106,8 +108,8 @@ async def rigged(path: Path, kind: str, times: SupervisorTimes = TIMES, **option
     if kind != "file":
         where = path / "disk"
         where.touch()
-        os.truncate(where, 1 << 30)
-        stores = [StoreDrive("drive0", kind, str(where), 1 << 30)]
+        os.truncate(where, disk_bytes)
+        stores = [StoreDrive("drive0", kind, str(where), disk_bytes)]
     rpc = JsonRpcClient(supervisor.socket)
     target = SpdkTarget(
         JsonRpcClient(supervisor.socket), node=NODE.hex()[:16], port=lasting_port(), stores=stores, **options

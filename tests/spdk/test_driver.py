@@ -17,7 +17,7 @@ from forebay.appliance.dataplane.spdk import QosLimits, SpdkTarget
 from forebay.appliance.dataplane.spdk_stores import StoreDrive
 from forebay.appliance.dataplane.supervisor import AttachedTarget
 from forebay.checksum import crc32c
-from forebay.errors import NotFound, TargetFailed, Unavailable, VolumeMismatch
+from forebay.errors import NoSpace, NotFound, TargetFailed, Unavailable, VolumeMismatch
 from forebay.ids import LBA_BYTES, Extent, GrantId, VolumeId
 from tests.client.conftest import new_host
 from tests.spdk.rig import DEADLINE_S, NODE, REGION, SIZE, TIMES, Rig, program, rigged, write
@@ -93,6 +93,21 @@ async def test_a_cluster_that_changes_hands_is_zero(tmp_path: Path) -> None:
             assert await write(transport, 2, at + (1 << 20), b"\xbb" * LBA_BYTES) is None
             assert await rig.target.checksums(two, [(at, 1 << 20, 0)]) == [crc32c(bytes(1 << 20), 0)]
         transport.close()
+
+
+async def test_a_store_that_is_full(tmp_path: Path) -> None:
+    """It is said as that; nothing stays reserved, and what is given back can be had again."""
+    async with rigged(tmp_path, "aio", disk_bytes=256 << 20) as rig:
+        one, two = await served(rig, 1, 2)
+        places = [(spec, number * REGION) for spec in (one, two) for number in (1, 2)]
+        for spec, at in places[:3]:
+            await rig.target.prepare_region(spec, at, REGION)
+        left = (await rig.target.stores.space("drive0")).free_bytes
+        with pytest.raises(NoSpace):
+            await rig.target.prepare_region(*places[3], REGION)
+        assert (await rig.target.stores.space("drive0")).free_bytes == left < REGION
+        await rig.target.release_region(*places[0], REGION)
+        await rig.target.prepare_region(*places[3], REGION)
 
 
 @either
