@@ -16,6 +16,7 @@ CORPUS = Path(__file__).parent / "corpus"
 HARNESSES = {
     "codec_controller": "tests.fuzz.codec:controller",
     "codec_host": "tests.fuzz.codec:host",
+    "authentication": "tests.fuzz.authentication:run",
     "target": "tests.fuzz.target:run",
     "initiator": "tests.fuzz.initiator:run",
     "rpc_requests": "tests.fuzz.rpc:requests",
