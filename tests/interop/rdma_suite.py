@@ -53,6 +53,7 @@ def make(
     *,
     nqn: str = NQN,
     port: int = PORT,
+    address: str = ADDRESS,
     nguids: dict[int, str] | None = None,
     secrets: HostSecrets | None = None,
     **options: object,
@@ -60,7 +61,7 @@ def make(
     identity = str(uuid4())
     settings = NvmeRdmaOptions(**{"backoff_ms": (1, 1), **options})  # type: ignore[arg-type]
     return NvmeRdmaTransport(
-        SubsystemAddress(ADDRESS, port, nqn),
+        SubsystemAddress(address, port, nqn),
         HostIdentity(f"nqn.2014-08.org.nvmexpress:uuid:{identity}", identity, secrets),
         nguids=nguids,
         options=settings,
@@ -268,6 +269,16 @@ def test_nobody_listens() -> None:
     assert isinstance(read(one, into).error, ConnectionLost)
     assert one.state().breaker_open
     assert isinstance(read(one, into).error, Unavailable), "it is not tried again yet"
+    one.close()
+
+
+@pytest.mark.parametrize("address", ["10.0.2.77", "127.0.0.1", "none.invalid"])
+def test_no_way_leads_there(address: str) -> None:
+    """Nobody has the address, no RDMA device leads to it, or the name has none."""
+    one = make(address=address)
+    error = read(one, bytearray(LBA_BYTES), left_ms=1_000).error
+    assert isinstance(error, ConnectionLost | DeadlineExceeded | Unavailable)
+    assert one.state().failures == 1
     one.close()
 
 
