@@ -31,7 +31,7 @@ from forebay.client.results import (
 )
 from forebay.client.rpc import NodeAddress, Rpc, find_token
 from forebay.client.session import Opening, Session, SessionView
-from forebay.client.transports.choice import KINDS, TransportFactory, tcp_kind
+from forebay.client.transports.kinds import KINDS, TransportFactory, tcp_kind
 from forebay.client.waiter import wait_visible
 from forebay.client.writer import Wanted, Writer
 from forebay.clock import Clock, SystemClock

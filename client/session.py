@@ -17,8 +17,9 @@ from forebay.client.options import ClientOptions
 from forebay.client.results import VolumeTransport
 from forebay.client.rpc import Rpc
 from forebay.client.transports.base import Transport
-from forebay.client.transports.choice import KINDS, Choice, ChosenWay, Kind, Offer
+from forebay.client.transports.choice import Choice, ChosenWay
 from forebay.client.transports.controller import SubsystemAddress
+from forebay.client.transports.kinds import KINDS, Kind, Offer
 from forebay.clock import Clock
 from forebay.errors import ForebayError, ProtocolError, SchemaInvalid, SessionExpired, StaleIncarnation, Unavailable
 from forebay.ids import BlockKey, HostIdentity

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
-import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,9 +21,7 @@ from forebay.client.transports.base import (
     WriteOp,
 )
 from forebay.client.transports.block_device import BlockDeviceTransport
-from forebay.client.transports.controller import SubsystemAddress
-from forebay.client.transports.nvme_rdma import NvmeRdmaTransport, usable
-from forebay.client.transports.nvme_tcp import NvmeTcpTransport
+from forebay.client.transports.kinds import KINDS, Kind, Offer
 from forebay.clock import Clock
 from forebay.errors import (
     Busy,
@@ -37,9 +34,8 @@ from forebay.errors import (
     VolumeMismatch,
     WriteFenced,
 )
-from forebay.ids import HostIdentity
 
-__all__ = ["KINDS", "Choice", "ChosenWay", "Kind", "Offer", "TransportFactory", "nvme_tcp", "tcp_kind"]
+__all__ = ["Choice", "ChosenWay"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,97 +45,6 @@ _FAIR_MS = 250
 """A deadline that left a transport less than this says nothing of the transport."""
 _BROKEN = (Unavailable, ConnectionLost, VolumeMismatch, ProtocolError, TargetRefused, Busy)
 """What says that the way to a volume does not work, rather than that the volume has no such bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """Where a node says that a subsystem is to be had, by the protocol's words for transports, and as which host."""
-
-    subsystem_nqn: str
-    addresses: tuple[tuple[str, SubsystemAddress], ...]
-    host: HostIdentity
-
-    def address(self, transport: str) -> SubsystemAddress | None:
-        """The first address of a transport."""
-        return next((address for name, address in self.addresses if name == transport), None)
-
-
-TransportFactory = Callable[[SubsystemAddress, HostIdentity, Mapping[int, str], ClientOptions, Clock], Transport]
-Maker = Callable[[Offer, Mapping[int, str], ClientOptions, Clock], Transport]
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of transport. ``lacking`` says why an offer cannot be taken up by it here, None if it can."""
-
-    name: str
-    lacking: Callable[[Offer], str | None]
-    make: Maker
-
-
-def nvme_tcp(
-    subsystem: SubsystemAddress, host: HostIdentity, nguids: Mapping[int, str], options: ClientOptions, clock: Clock
-) -> Transport:
-    """The user-space initiator."""
-    return NvmeTcpTransport(subsystem, host, nguids=nguids, options=options.nvme_tcp, clock=clock)
-
-
-def nvme_rdma(
-    subsystem: SubsystemAddress, host: HostIdentity, nguids: Mapping[int, str], options: ClientOptions, clock: Clock
-) -> Transport:
-    """The user-space initiator over RDMA."""
-    return NvmeRdmaTransport(subsystem, host, nguids=nguids, options=options.nvme_rdma, clock=clock)
-
-
-def _rdma_lacks(offer: Offer) -> str | None:
-    return _offered("rdma")(offer) or usable()
-
-
-def _by_factory(factory: TransportFactory, transport: str) -> Maker:
-    def make(offer: Offer, nguids: Mapping[int, str], options: ClientOptions, clock: Clock) -> Transport:
-        address = offer.address(transport)
-        assert address is not None, "the kind was lacking"
-        return factory(address, offer.host, nguids, options, clock)
-
-    return make
-
-
-def _offered(transport: str) -> Callable[[Offer], str | None]:
-    def lacking(offer: Offer) -> str | None:
-        return None if offer.address(transport) is not None else f"the node offers no NVMe/{transport.upper()}"
-
-    return lacking
-
-
-def _block(offer: Offer, nguids: Mapping[int, str], options: ClientOptions, clock: Clock) -> Transport:
-    local = any(_is_here(address.address) for _, address in offer.addresses)
-    return BlockDeviceTransport.of_machine(
-        offer.subsystem_nqn, nguids=nguids, local=local, options=options.block, clock=clock
-    )
-
-
-def _is_here(address: str) -> bool:
-    """Whether an address is one of this machine's."""
-    try:
-        family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind(where)
-        return True
-    except OSError:
-        return False
-
-
-def tcp_kind(factory: TransportFactory = nvme_tcp) -> Kind:
-    """NVMe/TCP as ``factory`` makes it."""
-    return Kind("tcp", _offered("tcp"), _by_factory(factory, "tcp"))
-
-
-KINDS: tuple[Kind, ...] = (
-    Kind("block", lambda _offer: None, _block),
-    Kind("rdma", _rdma_lacks, _by_factory(nvme_rdma, "rdma")),
-    tcp_kind(),
-)
-"""All kinds, the preferred ones first. The last one's own breaker says when it is down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +104,7 @@ class Choice(Transport):
         *,
         kinds: Sequence[Kind] = KINDS,
     ) -> None:
-        self.fallbacks: Counter[str] = Counter()
-        """By kind: how often a volume's reads or writes went on by another one because this had failed."""
+        self._fallbacks: Counter[str] = Counter()
         self._offer = offer
         self._nguids = nguids
         self._options = options
@@ -247,6 +151,8 @@ class Choice(Transport):
                 self._not_back(way, e)
             else:
                 self._back(way)
+        if self._closed:
+            self.close()  # what was made meanwhile, too
         self._tell()
         for nsid in list(self._nguids):
             chosen = self._select(nsid)
@@ -292,6 +198,12 @@ class Choice(Transport):
                 way.transport.close()
 
     # --- what people and the session ask ----------------------------------------------------------------------------
+
+    @property
+    def fallbacks(self) -> Counter[str]:
+        """By kind: how often a volume went on by another one because this had failed."""
+        with self._lock:
+            return self._fallbacks.copy()
 
     def chosen(self) -> list[ChosenWay]:
         """How each volume is read now."""
@@ -462,7 +374,7 @@ class Choice(Transport):
                 self._told[one.nsid] = one.transport
                 fell = before is not None and before in one.instead_of
                 if fell and not self._closed:
-                    self.fallbacks[str(before)] += 1
+                    self._fallbacks[str(before)] += 1
             if before != one.transport and not self._closed:
                 why = "".join(f"; {name}: {one.instead_of[name]}" for name in names if name in one.instead_of)
                 nqn = self._offer.subsystem_nqn

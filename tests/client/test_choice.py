@@ -19,7 +19,8 @@ from forebay.checksum import crc32c
 from forebay.client import ClientOptions, connect
 from forebay.client.transports import choice as choice_module
 from forebay.client.transports.base import ReadOp, Segment, Transport, WriteOp
-from forebay.client.transports.choice import KINDS, Choice, Kind, Offer, nvme_tcp, tcp_kind
+from forebay.client.transports.choice import Choice
+from forebay.client.transports.kinds import KINDS, Kind, Offer, nvme_tcp, tcp_kind
 from forebay.client.transports.options import NvmeTcpOptions
 from forebay.clock import Clock, SystemClock
 from forebay.errors import DeadlineExceeded, ForebayError, InvalidArgument, Unavailable

@@ -24,8 +24,8 @@ from forebay.client.transports.base import (
     TransportState,
     WriteOp,
 )
-from forebay.client.transports.choice import nvme_tcp
 from forebay.client.transports.controller import SubsystemAddress
+from forebay.client.transports.kinds import nvme_tcp
 from forebay.clock import Clock
 from forebay.errors import InvalidArgument
 from forebay.ids import HostIdentity

@@ -9,8 +9,8 @@ import pytest
 from forebay.client import Client, ClientOptions
 from forebay.client.session import Opening
 from forebay.client.transports.base import Transport
-from forebay.client.transports.choice import nvme_tcp
 from forebay.client.transports.controller import SubsystemAddress
+from forebay.client.transports.kinds import nvme_tcp
 from forebay.clock import Clock
 from forebay.ids import HostIdentity
 from forebay.schema import Schema

@@ -12,7 +12,7 @@ import pytest
 
 from forebay.client import Client, ClientOptions, NvmeTcpOptions, WritePlan
 from forebay.client.session import Opening
-from forebay.client.transports.choice import TransportFactory, nvme_tcp
+from forebay.client.transports.kinds import TransportFactory, nvme_tcp
 from forebay.clock import Clock
 from forebay.ids import LBA_BYTES, Extent
 from forebay.schema import Group, HashAlgorithm, Schema

@@ -24,8 +24,8 @@ from forebay.client import Client, ClientOptions, NvmeTcpOptions, WritePlan
 from forebay.client import reader as reader_module
 from forebay.client.session import Opening, Session
 from forebay.client.transports.base import Outcome, ReadOp, Transport, TransportState, WriteOp
-from forebay.client.transports.choice import TransportFactory, nvme_tcp
 from forebay.client.transports.controller import SubsystemAddress
+from forebay.client.transports.kinds import TransportFactory, nvme_tcp
 from forebay.clock import Clock, SystemClock
 from forebay.ids import LBA_BYTES, HostIdentity
 from forebay.schema import Schema

@@ -14,8 +14,8 @@ from typing import Literal
 
 from forebay.client import ClientOptions
 from forebay.client.transports.base import Transport
-from forebay.client.transports.choice import nvme_tcp
 from forebay.client.transports.controller import SubsystemAddress
+from forebay.client.transports.kinds import nvme_tcp
 from forebay.clock import Clock
 from forebay.ids import HostIdentity
 

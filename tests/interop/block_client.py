@@ -18,8 +18,8 @@ from forebay.client import Client, ClientOptions
 from forebay.client import client as client_module
 from forebay.client.session import Opening
 from forebay.client.transports.base import Segment, Transport, WriteOp
-from forebay.client.transports.choice import KINDS, nvme_tcp, tcp_kind
 from forebay.client.transports.controller import SubsystemAddress
+from forebay.client.transports.kinds import KINDS, nvme_tcp, tcp_kind
 from forebay.clock import Clock
 from forebay.errors import TargetRefused
 from forebay.ids import HostIdentity

@@ -22,8 +22,8 @@ from pathlib import Path
 from forebay.client import Client, ClientOptions, GetResult, NvmeTcpOptions
 from forebay.client.session import Opening
 from forebay.client.transports.base import Transport
-from forebay.client.transports.choice import nvme_tcp
 from forebay.client.transports.controller import SubsystemAddress
+from forebay.client.transports.kinds import nvme_tcp
 from forebay.clock import Clock
 from forebay.errors import ForebayError
 from forebay.ids import LBA_BYTES, HostIdentity
