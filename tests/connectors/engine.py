@@ -229,6 +229,19 @@ class Engine:
         results = client.put(keys, [b"\x11\x3e" * (block.length_bytes // 2) for block in listed])
         return {"stored": sum(result.stored for result in results)}
 
+    def layers_refused(self) -> dict[str, Any]:
+        """What the connector says to this engine when it is to load layer by layer; empty if nothing."""
+        from forebay.connectors.vllm.identity import check_supported
+        from forebay.connectors.vllm.settings import Settings
+        from forebay.errors import ConfigInvalid
+
+        kv_cache = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+        try:
+            check_supported(self.llm.llm_engine.vllm_config, kv_cache, Settings(load="layers"))
+        except ConfigInvalid as e:
+            return {"why": str(e)}
+        return {"why": ""}
+
     def refusals(self) -> dict[str, Any]:
         """What the connector says to this engine's configuration with one thing changed, and to another version."""
         import vllm
@@ -249,6 +262,7 @@ class Engine:
             ("parallel_config", "decode_context_parallel_size", 2),
             ("kv_transfer_config", "kv_role", "kv_consumer"),
             (None, "speculative_config", SimpleNamespace(method="eagle")),
+            ("scheduler_config", "async_scheduling", True),
         ):
             changed = copy.copy(config)
             inner = changed if part is None else copy.copy(getattr(config, part))
@@ -256,7 +270,7 @@ class Engine:
             if part is not None:
                 object.__setattr__(changed, part, inner)
             try:
-                check_supported(changed, kv_cache)
+                check_supported(changed, kv_cache, Settings(load="layers"))
             except ConfigInvalid as e:
                 found[name] = str(e)
         real, vllm.__version__ = vllm.__version__, "0.99.1"

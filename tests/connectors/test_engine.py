@@ -165,6 +165,7 @@ def test_what_is_not_supported_is_refused_at_start_in_words(scene: Scene) -> Non
     assert "--prefix-caching-hash-algo=sha256_cbor" in said.pop("prefix_caching_hash_algo")
     assert "0.99.1" in said["version"] and "untested_engine" in said.pop("version")
     assert "0.99.1" in said["import"] and "of_another_vllm" in said.pop("import")
+    assert "--no-async-scheduling" in said.pop("async_scheduling")
     assert {name: "does not support" in text for name, text in said.items()} == {
         "enable_prefix_caching": True,
         "pipeline_parallel_size": True,

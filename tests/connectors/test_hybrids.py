@@ -105,6 +105,10 @@ def test_a_window_of_one_group_is_found_and_all_of_the_other(hybrid: Hybrid) -> 
     assert hybrid.again(hybrid.SHARED) == (WHOLE, BLOCKS + NEEDED)
 
 
+def test_failures_could_not_be_told_in_the_middle_of_a_step(hybrid: Hybrid) -> None:
+    assert "load=layers with windows, states or several KV cache groups" in hybrid.engine.ask("layers_refused")["why"]
+
+
 def test_what_lies_behind_the_window_is_not_missed(hybrid: Hybrid) -> None:
     hybrid.delete(hybrid.keys(hybrid.HELD)[: BLOCKS - NEEDED], hybrid.sliding)
     assert hybrid.again(hybrid.HELD) == (WHOLE, BLOCKS + NEEDED)
