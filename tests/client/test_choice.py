@@ -18,6 +18,7 @@ import pytest
 from forebay.checksum import crc32c
 from forebay.client import ClientOptions, connect
 from forebay.client.transports import choice as choice_module
+from forebay.client.transports import kinds as kinds_module
 from forebay.client.transports.base import ReadOp, Segment, Transport, WriteOp
 from forebay.client.transports.choice import Choice
 from forebay.client.transports.kinds import KINDS, Kind, Offer, nvme_tcp, tcp_kind
@@ -328,6 +329,27 @@ def test_without_a_way_there_is_an_answer(shared_target: TargetProcess) -> None:
     assert isinstance(read(transport, bytearray(4096)), Unavailable)
     assert transport.serves(1) is not None
     assert transport.chosen()[0].transport == "none"
+    transport.close()
+
+
+def test_rdma_that_cannot_be_connected_costs_no_read(
+    shared_target: TargetProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real transport, on a machine that only seems to have a device."""
+    monkeypatch.setattr(kinds_module, "usable", lambda: None)
+    offer = offer_of(shared_target)
+    offer = replace(offer, addresses=(("rdma", shared_target.subsystem), *offer.addresses))
+    transport = Choice(offer, {1: shared_target.nguid.hex}, OPTIONS, SystemClock())
+    assert reads_by(transport) == "rdma"
+    data = os.urandom(1 << 20)
+    direct = shared_target.transport()
+    store(direct, data)
+    direct.close()
+    into = bytearray(len(data))
+    assert read(transport, into) is None
+    assert into == data
+    assert transport.fallbacks == {"rdma": 1}
+    assert reads_by(transport) == "tcp"
     transport.close()
 
 
