@@ -165,9 +165,9 @@ class TargetConfig:
         "attached_hosts",
         AttachedHosts(),
         (),
-        "NVMe hosts that may attach a tenant's volumes as block devices (`nvme connect`): machines on which clients read "
-        "that way (docs/transports.md). Such a host reads every byte of the tenant's volumes, whatever the rights of who "
-        "uses it; it never has a grant to write.",
+        "NVMe hosts that may attach a tenant's volumes as block devices (`nvme connect`): machines on which clients "
+        "read that way (docs/transports.md). Such a host reads every byte of the tenant's volumes, whatever the rights "
+        "of who uses it; it never has a grant to write.",
     )
     authentication: str = setting(
         "authentication",
