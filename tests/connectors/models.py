@@ -20,6 +20,22 @@ GEMMA = {
 }
 NEEDED = 2
 """Blocks of a sliding group that the next token looks at."""
+LLAMA_4 = {
+    "config": "Llama4TextConfig",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "intermediate_size_mlp": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "attention_chunk_size": 2 * BLOCK,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 5,
+    "no_rope_layers": [1, 0, 1, 0],
+    "initializer_range": 0.2,
+}
 QWEN_NEXT = {
     "config": "Qwen3NextConfig",
     "hidden_size": 128,

@@ -15,7 +15,7 @@ import pytest
 from tests.client.conftest import NodeProcess, eventually
 from tests.conftest import LONG
 from tests.connectors.engine import VOCABULARY
-from tests.connectors.models import GEMMA, NEEDED, QWEN_NEXT
+from tests.connectors.models import GEMMA, LLAMA_4, NEEDED, QWEN_NEXT
 from tests.connectors.process import BLOCK, BLOCKS, WHOLE, EngineProcess, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -135,6 +135,28 @@ def test_local_and_external_hits_add_up(hybrid: Hybrid) -> None:
     answer = hybrid.engine.generate(hybrid.MIXED)
     assert answer["cached"] == [WHOLE] and answer["tokens"] == [hybrid.answers[hybrid.EVERYTHING.index(hybrid.MIXED)]]
     assert hybrid.count("loaded_blocks") - before == (BLOCKS - 3) + NEEDED
+
+
+@pytest.mark.long
+def test_of_a_chunk_is_loaded_what_it_has_so_far(tmp_path: Path) -> None:
+    """Llama 4: where a hit ends with a chunk, nothing of it is looked at any more."""
+    node = NodeProcess(tmp_path / "data")
+    engine = EngineProcess(node, tmp_path / "model", tmp_path / "log", extra=PLENTY, sizes=LLAMA_4)
+    try:
+        assert sorted(engine.ask("groups")["kinds"]) == ["chunked", "full"]
+        prompts = [prompt(30)[: 6 * BLOCK + 8], prompt(31)[: 5 * BLOCK + 8]]
+        answers = engine.generate(*prompts)["tokens"]
+        eventually(lambda: Hybrid.stored(engine) == 2 * (6 + 5), "all blocks", 60)
+        for each, answer, blocks in zip(prompts, answers, (6 + 0, 5 + 1), strict=True):
+            before = engine.count("forebay_loaded_blocks")
+            engine.ask("forget")
+            again = engine.generate(each)
+            assert again["tokens"] == [answer] and again["cached"] == [len(each) // BLOCK * BLOCK]
+            assert engine.count("forebay_loaded_blocks") - before == blocks
+        engine.end()
+    finally:
+        engine.kill()
+        node.stop()
 
 
 @pytest.mark.long
