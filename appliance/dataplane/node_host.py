@@ -17,6 +17,7 @@ from forebay.errors import NoSpace, ProtocolError, TargetFailed, Unavailable
 from forebay.ids import LBA_BYTES, HostIdentity
 from forebay.nvmetcp import command as nvme
 from forebay.nvmetcp import spec
+from forebay.nvmetcp.authentication import MAX_MESSAGE_BYTES, HostAuthentication, Step
 from forebay.nvmetcp.command import DYNAMIC_CONTROLLER, Command, Completion, ConnectData
 from forebay.nvmetcp.connection import Buffer, Connection
 from forebay.nvmetcp.events import (
@@ -29,7 +30,7 @@ from forebay.nvmetcp.events import (
     TermReceived,
 )
 from forebay.nvmetcp.pdu import PduError
-from forebay.nvmetcp.spec import FeatureId, IoOpcode, Property
+from forebay.nvmetcp.spec import DhGroup, FeatureId, IoOpcode, Property
 from forebay.nvmetcp.states import Role
 
 __all__ = ["NodeHost"]
@@ -135,6 +136,10 @@ class NodeHost:
             done, _ = await queue.execute(nvme.connect(0, queue_id, _ENTRIES), data=data)
             if done.status:
                 raise Unavailable(f"the node's own host may not connect: status {done.status:#x}", field=nqn)
+            if done.result & spec.CONNECT_ATR:
+                await _authenticate(queue, host, nqn)
+            elif host.secrets is not None:
+                raise Unavailable("the target does not authenticate the node's own host", field=nqn)
             return queue, done.result & 0xFFFF
 
         try:
@@ -210,3 +215,20 @@ async def _good(
     if done.status:
         raise TargetFailed(f"command {command.opcode:#x} of the node: status {done.status:#x}", field="drives")
     return done, into
+
+
+async def _authenticate(queue: _Queue, host: HostIdentity, nqn: str) -> None:
+    """Prove that this is the node, and have the target prove itself. Base §8.13.5."""
+    if host.secrets is None:
+        raise Unavailable("the target wants the node's own host to authenticate", field=nqn)
+    proof = HostAuthentication(host.secrets, host.nqn, nqn, 1, groups=(DhGroup.NULL,))
+    message: bytes | None = proof.start()
+    while message is not None:
+        sent, _ = await queue.execute(nvme.authentication_send(0, len(message)), data=message)
+        if proof.step is Step.AUTHENTICATED:
+            return
+        receive = nvme.authentication_receive(0, MAX_MESSAGE_BYTES)
+        got, answer = await queue.execute(receive, read_bytes=MAX_MESSAGE_BYTES)
+        if sent.status or got.status:
+            raise Unavailable(f"authentication: status {sent.status or got.status:#x}", field=nqn)
+        message = proof.received(bytes(answer))

@@ -36,6 +36,7 @@ from forebay.appliance.dataplane.subsystems import (
 from forebay.appliance.dataplane.volume_files import VolumeFiles
 from forebay.errors import NoSpace, NotFound, ProtocolError, TargetFailed, TargetRefused, Unavailable, VolumeMismatch
 from forebay.ids import LBA_BYTES, GrantId, HostIdentity, VolumeId
+from forebay.nvmetcp.secret import HostSecrets, Secret
 
 __all__ = ["QosLimits", "SpdkTarget", "spdk_identity"]
 
@@ -115,8 +116,11 @@ class SpdkTarget(NvmfTarget):
         self._files = VolumeFiles(timeout_s)
         self.stores = LvolStores(rpc, node, list(stores))
         ident = str(uuid4())  # nobody else may know it: who does could connect as the node itself
-        self._self = HostIdentity(f"nqn.2014-08.org.nvmexpress:uuid:{ident}", ident)
+        secrets = HostSecrets(Secret.generate(), Secret.generate()) if keys is not None else None
+        self._self = HostIdentity(f"nqn.2014-08.org.nvmexpress:uuid:{ident}", ident, secrets)
         self._own_hosts = frozenset((self._self.nqn,))
+        if secrets is not None:
+            self._provers[self._self.nqn] = self._self
         self._unsettled: set[str] = set()
         self._aliases: dict[str, str] = {}
 
@@ -184,7 +188,7 @@ class SpdkTarget(NvmfTarget):
                 raise Unavailable(f"commands of host {name} do not end", field="target")
             await asyncio.sleep(_AGAIN_S)
             if not allowed:  # it was connecting meanwhile, or lost its right without its connections
-                await self._allow(nqn, name)
+                await self._allow(nqn, name, stranger=True)
             allowed = True
 
     async def grant(self, grants: Sequence[WriteGrant]) -> None:
@@ -256,7 +260,7 @@ class SpdkTarget(NvmfTarget):
                 self._unsettled.discard(nqn)
             subsystem = await self._subsystem(nqn)
             if subsystem is None or self._self.nqn not in hosts_of(subsystem):
-                await self._rpc.call("nvmf_subsystem_add_host", {"nqn": nqn, "host": self._self.nqn})
+                await self._allow(nqn, self._self.nqn)
             await self._rpc.call("nvmf_ns_add_host", {"nqn": nqn, "nsid": nsid, "host": self._self.nqn})
             where = EndpointInfo(TRANSPORT.lower(), self._address, self._port, nqn)
         try:

@@ -19,6 +19,7 @@ from forebay.appliance.dataplane.interface import EndpointInfo, HostView, Target
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.errors import AlreadyExists, ForebayError, NotFound, TargetFailed, TargetRefused, Unavailable
 from forebay.ids import HostIdentity, VolumeId
+from forebay.nvmetcp.secret import HostSecrets, Secret
 
 __all__ = ["NQN_PREFIX", "TRANSPORT", "Bdev", "Listener", "NvmfTarget", "TransportLimits", "hosts_of"]
 
@@ -261,10 +262,12 @@ class NvmfTarget(Target):
             await self._by_look(nqn, expel)
             await self._forget_keys(host.nqn)
 
-    async def _allow(self, nqn: str, name: str) -> None:
-        """Let a host connect to a subsystem: one that has secrets by these alone."""
+    async def _allow(self, nqn: str, name: str, *, stranger: bool = False) -> None:
+        """Let a host connect to a subsystem: one with secrets by these alone, a ``stranger`` by none there is."""
         values = {"nqn": nqn, "host": name}
         host = self._provers.get(name)
+        if host is None and stranger and self._keys is not None:
+            host = HostIdentity(name, "", HostSecrets(Secret.generate()))
         if host is not None:
             if self._keys is None:
                 raise TargetRefused(f"host {name} has secrets, which this driver does not pass on", field="host")
@@ -292,7 +295,8 @@ class NvmfTarget(Target):
         """Remove the keys that an earlier daemon gave the target for hosts that are no more."""
         if self._keys is None:
             return
-        wanted = {key for view in hosts for key in self._keys.names(view.host.nqn)}
+        names = {view.host.nqn for view in hosts} | self._own_hosts
+        wanted = {key for name in names for key in self._keys.names(name)}
         for one in await self._rpc.call("keyring_get_keys"):
             if str(one["name"]).startswith(self._keys.prefix) and one["name"] not in wanted:
                 with suppress(NotFound):

@@ -49,10 +49,14 @@ def host_and_address(client: Client) -> tuple[HostIdentity, SubsystemAddress]:
     return view.host, SubsystemAddress(endpoint.address, endpoint.port, endpoint.subsystem_nqn)
 
 
+def soon() -> int:
+    return SystemClock().monotonic_ms() + 30_000
+
+
 def refused(address: SubsystemAddress, host: HostIdentity) -> str:
     transport = NvmeTcpTransport(address, host)
     with pytest.raises(ForebayError) as caught:
-        transport.connect(SystemClock().monotonic_ms() + 30_000)
+        transport.connect(soon())
     transport.close()
     assert isinstance(caught.value, TargetRefused), caught.value
     return str(caught.value)
