@@ -32,6 +32,7 @@ _BESIDE = {
     "prompts_at_once": "{} at once",
     "engine_cpu_ms": "engine's CPU {:g} ms",
     "baseline_engine_cpu_ms": "theirs {:g} ms",
+    "replicas": "{} replicas",
     "requests": "{:,} requests",
     "trace": "of {}",
     "speed": "{:.3g} times as fast",

@@ -1,13 +1,14 @@
 """A paced replay of a trace: requests arrive as it says, and real blocks are looked up, loaded and stored.
 
-Only the GPU is a model: one queue that computes a prompt in the time that a profile of `perf.engines.profiles` says.
+Four replicas of an engine share the node, and take requests in turn, as a router does that knows of no caches. Only
+their GPUs are a model: a queue that computes a prompt in the time that a profile of `perf.engines.profiles` says.
 Times and bytes are scaled so that a small machine can play it: everything runs ``speed`` times as fast as there, and
 blocks have one ``bytes_scale``-th of the profile's bytes. In the profile's terms storage is so as fast as what is
 measured times ``bytes_scale / speed``, which the row tells; what a call costs apart from bytes counts ``speed``-fold.
 
-Arrivals are pressed together until computing every prompt would keep the GPU busy for 70 % of the time; but the next
+Arrivals are pressed together until computing every prompt would keep the GPUs busy for 70 % of the time; but the next
 turn of a conversation comes after the one before was answered (and, with Forebay, stored, which ends before an answer
-of some hundred tokens does). Both sides have the engine's own prefix cache, least recently used blocks first out. It
+of some hundred tokens does). Both sides have each engine's own prefix cache, least recently used blocks first out. It
 shrinks as the trace's span does, or a minute's excerpt would fit into a cache that an hour of requests passes through.
 Without Forebay there is nothing that needs a clock: that side is computed, exactly. The guard decides as it does in
 the connector.
@@ -45,6 +46,7 @@ __all__ = ["LocalCache", "Plan", "run", "without_storage"]
 _PROFILES = ("llama-3.1-70b.32xgh200", "llama-3.1-405b.32xgh200", "deepseek-v3.8xh100")
 """Those whose models take prompts as long as traces have."""
 _BUSY = 0.7
+_REPLICAS = 4
 _TOKENS_PER_S = 40_000
 """Of prompts, on this machine's clock: what its two cores can move at `_BLOCK_BYTES` for each 512 of them."""
 _BLOCK_BYTES = 2 << 20
@@ -96,6 +98,7 @@ class Plan:
     bytes_scale: float
     local_blocks: int
     source: str
+    replicas: int = _REPLICAS
 
     @classmethod
     def of(cls, profile: GpuProfile, trace: Sequence[Request], source: str, seconds: float) -> Plan:
@@ -103,7 +106,7 @@ class Plan:
         part = sample(trace, _SEED, max(1, int(seconds * _TOKENS_PER_S / BLOCK_TOKENS)))
         busy_s = sum(profile.prefill_s(request.input_tokens) for request in part.requests)
         first, last = part.requests[0].arrival_ms, part.requests[-1].arrival_ms
-        span_s = busy_s / _BUSY
+        span_s = busy_s / _BUSY / _REPLICAS
         press = span_s * 1000 / max(1, last - first)
         tokens = sum(request.input_tokens for request in part.requests)
         turns: dict[int, int] = {}
@@ -124,20 +127,22 @@ class Plan:
 
 
 def without_storage(plan: Plan) -> list[float]:
-    """Seconds to the first token of each request, computed one after the other as they come."""
+    """Seconds to the first token of each request; each replica computes one after the other as they come."""
     after: dict[int, int] = {before: number for number, before in enumerate(plan.before) if before >= 0}
     coming = [(at, number) for number, at in enumerate(plan.arrivals_s) if plan.before[number] < 0]
     heapq.heapify(coming)
-    free_s, local, times = 0.0, LocalCache(plan.local_blocks), [0.0] * len(plan.requests)
+    free_s, times = [0.0] * plan.replicas, [0.0] * len(plan.requests)
+    caches = [LocalCache(plan.local_blocks) for _ in range(plan.replicas)]
     while coming:
         arrival_s, number = heapq.heappop(coming)
-        request = plan.requests[number]
-        cached = local.prefix(request.blocks) * BLOCK_TOKENS
-        free_s = max(free_s, arrival_s) + plan.profile.prefill_s(request.input_tokens, cached)
-        times[number] = free_s - arrival_s
-        local.add(request.blocks)
+        request, replica = plan.requests[number], number % plan.replicas
+        cached = caches[replica].prefix(request.blocks) * BLOCK_TOKENS
+        began_s = max(free_s[replica], arrival_s)
+        free_s[replica] = began_s + plan.profile.prefill_s(request.input_tokens, cached)
+        times[number] = free_s[replica] - arrival_s
+        caches[replica].add(request.blocks)
         if number in after:
-            heapq.heappush(coming, (max(plan.arrivals_s[after[number]], free_s), after[number]))
+            heapq.heappush(coming, (max(plan.arrivals_s[after[number]], free_s[replica]), after[number]))
     return times
 
 
@@ -170,12 +175,11 @@ class _Player:
     loaded: int = 0
     load_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
-    gpu: _Gpu = field(default_factory=_Gpu)
     loaders: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_LOADERS))
-    local: LocalCache = field(init=False)
+    replicas: list[tuple[_Gpu, LocalCache]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.local = LocalCache(self.plan.local_blocks)
+        self.replicas = [(_Gpu(), LocalCache(self.plan.local_blocks)) for _ in range(self.plan.replicas)]
 
     def play(self) -> list[float]:
         """Seconds to the first token of each request, on the profile's clock."""
@@ -197,9 +201,10 @@ class _Player:
             before.result()
             arrived = time.monotonic()
         request = self.plan.requests[number]
+        gpu, local = self.replicas[number % self.plan.replicas]
         keys = [block_key(block) for block in request.blocks]
         with self.lock:
-            held = self.local.prefix(request.blocks)
+            held = local.prefix(request.blocks)
         have = held
         if keys[held:]:
             present = self.client.match(keys[held:]).prefix.get(0, 0)
@@ -207,8 +212,8 @@ class _Player:
         with self.lock:
             self.local_tokens += held * BLOCK_TOKENS
             self.loaded_tokens += (have - held) * BLOCK_TOKENS
-            self.local.add(request.blocks)
-        self.gpu.compute(self.plan.profile.prefill_s(request.input_tokens, have * BLOCK_TOKENS) / self.plan.speed)
+            local.add(request.blocks)
+        gpu.compute(self.plan.profile.prefill_s(request.input_tokens, have * BLOCK_TOKENS) / self.plan.speed)
         self.times_s[number] = (time.monotonic() - arrived) * self.plan.speed
         self._store(request.blocks[have:], keys[have:])
 
@@ -276,7 +281,7 @@ def _rows(bench: Bench, name: str, player: _Player, ours: Sequence[float], their
     for figure, quantile in (("mean", None), ("p99", 0.99)):
         yield compared_latency_row(
             f"replay.{name}.{figure}",
-            "replay of a trace: time to first token with Forebay against the engine's own prefix cache alone",
+            "a trace played to four replicas: time to first token with Forebay against their own prefix caches alone",
             ours,
             theirs,
             quantile=quantile,
@@ -292,6 +297,7 @@ def _details(plan: Plan, player: _Player) -> dict[str, Any]:
         "profile": plan.profile.what,
         "source": plan.profile.source,
         "trace": plan.source,
+        "replicas": plan.replicas,
         "requests": len(plan.requests),
         "input_tokens": tokens,
         "span_s": _rounded(plan.arrivals_s[-1]),

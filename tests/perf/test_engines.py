@@ -83,9 +83,9 @@ def test_the_local_cache_forgets_what_was_used_longest_ago() -> None:
     assert (cache.prefix([1, 2]), cache.prefix([3, 4]), cache.prefix([4])) == (1, 2, 1)
 
 
-def plan(*requests: Request, before: tuple[int, ...], local_blocks: int = 0) -> Plan:
+def plan(*requests: Request, before: tuple[int, ...], local_blocks: int = 0, replicas: int = 1) -> Plan:
     arrivals_s = tuple(request.arrival_ms / 1000 for request in requests)
-    return Plan(LINEAR, requests, arrivals_s, before, 1.0, 1.0, local_blocks, "test")
+    return Plan(LINEAR, requests, arrivals_s, before, 1.0, 1.0, local_blocks, "test", replicas)
 
 
 def test_without_storage_prompts_are_computed_in_the_order_in_which_they_come() -> None:
@@ -96,13 +96,16 @@ def test_without_storage_prompts_are_computed_in_the_order_in_which_they_come() 
     cached_s = BLOCK_TOKENS / 1_000
     turns = plan(one, replace(two, blocks=(1, 2)), before=(-1, 0), local_blocks=8)
     assert without_storage(turns) == pytest.approx([1.0, 1.0 - cached_s])
+    # Another replica has not got it, and need not wait for the first one.
+    dealt = plan(one, replace(two, blocks=(1, 2)), before=(-1, -1), local_blocks=8, replicas=2)
+    assert without_storage(dealt) == pytest.approx([1.0, 1.0])
 
 
 def test_a_plan_keeps_the_gpu_as_busy_as_it_says_and_turns_in_order() -> None:
     trace = generate(3, 500)
     made = Plan.of(LINEAR, trace, "generated", 5.0)
     busy_s = sum(LINEAR.prefill_s(request.input_tokens) for request in made.requests)
-    assert busy_s / made.arrivals_s[-1] == pytest.approx(0.7)
+    assert busy_s / made.replicas / made.arrivals_s[-1] == pytest.approx(0.7)
     assert list(made.arrivals_s) == sorted(made.arrivals_s)
     assert all(before < number for number, before in enumerate(made.before))
     assert any(before >= 0 for before in made.before)
