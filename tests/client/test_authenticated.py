@@ -80,6 +80,17 @@ def test_clients_prove_themselves(node: NodeProcess) -> None:
             assert host_and_address(other)[0].secrets != host.secrets
 
 
+def test_each_process_of_a_session_has_secrets_of_its_own(node: NodeProcess) -> None:
+    with node.connect() as client:
+        assert client.put([b"joint"], [VALUE])[0].stored
+        with Client.join(node.url, token=node.token, session_token=client.join_token) as other:
+            assert value_of(other, [b"joint"]) == VALUE
+            mine, theirs = host_and_address(client)[0], host_and_address(other)[0]
+            assert mine.secrets is not None and theirs.secrets is not None
+            assert mine.nqn != theirs.nqn and mine.secrets.host != theirs.secrets.host
+            assert mine.secrets.controller != theirs.secrets.controller
+
+
 def test_whoever_knows_a_host_but_no_secret_stays_outside(node: NodeProcess) -> None:
     with node.connect() as client:
         assert client.put([b"other"], [VALUE])[0].stored
