@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.client.conftest import NodeProcess, eventually
-from tests.connectors.models import GEMMA, NEEDED
+from tests.connectors.engine import VOCABULARY
+from tests.connectors.models import GEMMA, NEEDED, QWEN_NEXT
 from tests.connectors.process import BLOCKS, WHOLE, EngineProcess, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(1800)]
@@ -100,3 +102,26 @@ def store_again(engine: EngineProcess, prompt: list[int]) -> list[list[int]]:
 
     eventually(loaded, "the node", 60)
     return list(answer["tokens"])
+
+
+def test_ranks_find_their_parts_of_states_again(node: NodeProcess, tmp_path: Path) -> None:
+    """What a rank holds of a state is its own: engines of as many ranks share, and the engine says so."""
+    arguments: dict[str, Any] = {"sizes": QWEN_NEXT, "dtype": "bfloat16", "tensor_parallel_size": 2}
+    engine = EngineProcess(node, tmp_path / "model", tmp_path / "log", **arguments)
+    try:
+        block, longest = 288, random.Random(0).choices(range(VOCABULARY), k=700)
+
+        def joined() -> bool:
+            engine.generate(longest[100:500])
+            return engine.count("forebay_stored_blocks") > 0
+
+        eventually(joined, "both ranks", 120)
+        tokens = store(engine, longest, 2, 2 + 3)
+        engine.ask("forget")
+        before = engine.count("forebay_loaded_blocks")
+        answer = engine.generate(longest)
+        assert answer["tokens"] == tokens and answer["cached"] == [2 * block]
+        assert engine.count("forebay_loaded_blocks") == before + 2 * (2 + 3)
+        assert "shared only with engines of tensor_parallel_size=2" in engine.log.read_text()
+    finally:
+        engine.end()
