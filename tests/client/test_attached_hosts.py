@@ -29,6 +29,7 @@ def label_of(transport: NvmeTcpTransport, nsid: int) -> bytes | ForebayError:
     return outcome.error or bytes(into)
 
 
+@pytest.mark.fencing
 def test_an_attached_host_reads_volumes_of_its_tenant_and_writes_nothing(tmp_path: Path) -> None:
     host = new_host()
     node = NodeProcess(tmp_path / "data", FOREBAY_TARGET_ATTACHED_HOSTS=f"default/{host.nqn},acme/{host.nqn}")
