@@ -94,6 +94,23 @@ class BouncePool(Generic[_B]):
         Raises `Unavailable` when closed or with too many stuck, before anything is begun.
         """
         call: _Call[_B] = _Call(self._lock)
+        try:
+            self._begin(call, jobs)
+            left = len(jobs)
+            while left:
+                job = self._next(call, deadline_ms)
+                if job is None:
+                    self._abandon(call, jobs)
+                    return
+                left -= 1
+                if job.error is None and job._buffer is not None:
+                    take(job, job._buffer)
+                self._give_back(job)
+        except BaseException:  # an interrupt while it waits, too: nobody would take what comes, and so its buffer
+            self._abandon(call, jobs)
+            raise
+
+    def _begin(self, call: _Call[_B], jobs: Sequence[Job[_B]]) -> None:
         with self._lock:
             if self._closed:
                 raise Unavailable("the transport is closed")
@@ -102,25 +119,14 @@ class BouncePool(Generic[_B]):
             self._queue.extend((call, job) for job in jobs)
             # Threads that wait may have been woken for jobs of others, which are in the queue until they are taken.
             for _ in range(min(len(self._queue) - self._waiting, self._depth - self._threads)):
+                try:
+                    threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+                except RuntimeError as e:  # the process has as many as it may
+                    if not self._threads:
+                        raise Unavailable(f"no thread for reads can be started: {e}") from e
+                    break
                 self._threads += 1
-                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
             self._work.notify(len(jobs))
-        left = len(jobs)
-        while left:
-            job = self._next(call, deadline_ms)
-            if job is None:
-                self._abandon(call, jobs)
-                return
-            left -= 1
-            buffer, job._buffer = job._buffer, None
-            try:
-                if job.error is None and buffer is not None:
-                    take(job, buffer)
-            except BaseException:
-                self._abandon(call, jobs)
-                raise
-            finally:
-                self._give_back(buffer)
 
     def _next(self, call: _Call[_B], deadline_ms: int) -> Job[_B] | None:
         with self._lock:
@@ -149,18 +155,21 @@ class BouncePool(Generic[_B]):
                     self._stuck += 1
             for job in call.finished:  # what came just now: it was too late
                 job.error = job.error or error
-                if job._buffer is not None:
-                    self._idle.append(job._buffer)
-                    job._buffer = None
             call.finished.clear()
+            for job in jobs:
+                self._recover(job)
             self._work.notify_all()
 
-    def _give_back(self, buffer: _B | None) -> None:
-        if buffer is None:
-            return
+    def _give_back(self, job: Job[_B]) -> None:
         with self._lock:
-            self._idle.append(buffer)
+            self._recover(job)
             self._work.notify()
+
+    def _recover(self, job: Job[_B]) -> None:
+        """The buffer of a job that is done serves others, if it had one still."""
+        if job._buffer is not None:
+            self._idle.append(job._buffer)
+            job._buffer = None
 
     def _serve(self) -> None:
         while True:

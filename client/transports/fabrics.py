@@ -339,6 +339,9 @@ class FabricsTransport(Transport):
                     if not (others and isinstance(e, DeadlineExceeded)):
                         self._failed(association, e)
                     raise
+            except BaseException:  # an interrupt: they are nobody's else, and count for ever
+                self._check_in(association, pairs)
+                raise
             finally:
                 with self._changed:
                     association.opening -= missing
@@ -354,10 +357,13 @@ class FabricsTransport(Transport):
 
     def _check_in(self, association: _Association, held: Sequence[IoQueue]) -> None:
         """Give queues back; one that has a command in flight, whatever the reason, is closed."""
+        for pair in held:
+            if pair.in_flight:
+                pair.close()  # which may take a while: others need the lock
         with self._changed:
             current = association is self._association
             for pair in held:
-                if current and not pair.closed and not pair.in_flight:
+                if current and not pair.closed:
                     association.idle.append(pair)
                 else:
                     association.drop(pair)

@@ -257,6 +257,68 @@ def test_a_job_finds_a_thread_where_the_idle_one_is_another_jobs() -> None:
     pool.close()
 
 
+class _Interrupted(SystemClock):
+    """A clock at which whoever looks is interrupted once, when the test says so: as by Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.interrupts = threading.Event()
+
+    def monotonic_ms(self) -> int:
+        if self.interrupts.is_set():
+            self.interrupts.clear()
+            raise KeyboardInterrupt
+        return super().monotonic_ms()
+
+
+def test_a_call_that_is_interrupted_loses_no_buffer() -> None:
+    """Neither one whose command is under way then, nor one that waits to be taken."""
+    clock = _Interrupted()
+    buffers: list[bytearray] = []
+
+    def make() -> bytearray:
+        buffers.append(bytearray(1))
+        return buffers[-1]
+
+    pool: BouncePool[bytearray] = BouncePool(make, 2, 1, clock, "test")
+    go = threading.Event()
+    taken: list[int] = []
+
+    def job(work: Callable[[], object]) -> Job[bytearray]:
+        def do(_: bytearray) -> None:
+            work()
+
+        return Job(do, lambda e: Unavailable(str(e)))
+
+    for _ in range(3):
+        go.clear()
+        jobs = [job(clock.interrupts.set), job(lambda: go.wait(60))]
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(jobs, lambda _job, _buffer: taken.append(1), now_ms() + LONG_MS)
+        took = len(taken)
+        go.set()
+        eventually(lambda: not pool.stuck and not pool.busy, "what was under way came back")
+        assert len(taken) == took, "nothing is taken once the call is over"
+    both = [job(bool), job(bool)]
+    pool.run(both, lambda _job, _buffer: taken.append(2), now_ms() + LONG_MS)
+    assert [one.error for one in both] == [None, None]
+    assert len(pool._idle) == len(buffers) <= 2
+    pool.close()
+
+
+def test_without_threads_there_is_an_answer(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = device.transport()
+    transport.connect(now_ms() + LONG_MS)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", _cannot_start)
+        assert isinstance(read(transport, bytearray(4096)), Unavailable)
+    assert read(transport, bytearray(4096)) is None
+    transport.close()
+
+
+def _cannot_start(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_look_that_is_stuck(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """It costs `connect` a second, no second thread, and no open file."""
     let_go, found = threading.Event(), []
@@ -278,6 +340,25 @@ def test_a_look_that_is_stuck(device: Device, monkeypatch: pytest.MonkeyPatch) -
     eventually(lambda: found and not _is_open(found[0]), "what it found in the end is closed")
     assert read(transport, bytearray(4096)) is None
     transport.close()
+
+
+def test_closing_leaves_no_look_behind(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, find = threading.Event(), Machine.find
+
+    def seen(*arguments: Any, **settings: Any) -> Disk:
+        begun.set()
+        return find(*arguments, **settings)
+
+    monkeypatch.setattr(Machine, "find", seen)
+    for _ in range(20):
+        begun.clear()
+        transport = device.transport()
+        looking = threading.Thread(target=read, args=(transport, bytearray(4096)))
+        looking.start()
+        begun.wait()
+        transport.close()
+        assert "forebay-look" not in [thread.name for thread in threading.enumerate()]
+        looking.join()
 
 
 def test_closing_does_not_wait_for_a_stuck_read(device: Device, stuck: Stuck) -> None:

@@ -335,6 +335,26 @@ def test_an_interrupted_call_leaves_no_queue_behind(peer: Peer) -> None:
     transport.close()
 
 
+def test_a_call_that_is_interrupted_as_it_connects_keeps_no_queue(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue that it had taken already is the next one's."""
+    transport = transport_to(peer, connections=2, call_connections=2, queue_bytes=SIZE // 2)
+    works(peer, transport)
+    association = transport._association
+    assert association is not None and len(association.idle) == 2
+    association.drop(association.idle.pop())
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transport, "_open_queue", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            read(transport, bytearray(SIZE))
+    assert len(association.idle) == 1, "nobody holds it"
+    works(peer, transport)
+    transport.close()
+
+
 def test_what_comes_unasked_is_never_taken_for_an_answer(peer: Peer, transport: NvmeTcpTransport) -> None:
     """Bytes that wait on an idle queue: it is closed, not used, since they would be taken for the next command's."""
     works(peer, transport)
