@@ -225,7 +225,12 @@ class BlockDeviceTransport(Transport):
         self._pool.close()
         if self._device_reads is not None:
             self._device_reads.close()
+        # No look begins after this; one that a device holds up is left behind.
+        if self._looking.acquire(timeout=2 * _MAX_WAIT_S):
+            self._looking.release()
         for known in list(self._volumes.values()):
+            if known.look is not None:
+                known.look.join(_MAX_WAIT_S)
             if known.disk is not None:
                 known.disk.close()
 
@@ -323,6 +328,8 @@ class BlockDeviceTransport(Transport):
         if left_ms <= 0 or not self._looking.acquire(timeout=left_ms / 1000):
             return DeadlineExceeded("the device was not looked at before the deadline")
         try:
+            if self._closed:
+                return Unavailable("the transport is closed")
             known = self._volumes.setdefault(nsid, _Volume())
             if known.look is not None and not known.look.ended:
                 return Unavailable("an earlier look at the device has not come back")

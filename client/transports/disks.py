@@ -234,7 +234,8 @@ class Look:
         self._over = threading.Event()
         self._left = False
         self._found: Disk | ForebayError = DeadlineExceeded("the device was not looked at before the deadline")
-        threading.Thread(target=self._run, name="forebay-look", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="forebay-look", daemon=True)
+        self._thread.start()
 
     @property
     def ended(self) -> bool:
@@ -244,6 +245,10 @@ class Look:
     def wait(self, timeout_s: float) -> bool:
         """Wait a while for it; whether it has come back."""
         return self._over.wait(max(0.0, timeout_s))
+
+    def join(self, timeout_s: float) -> None:
+        """Wait a while for its thread to be gone."""
+        self._thread.join(timeout_s)
 
     def taken(self) -> Disk | ForebayError:
         """What it found, or that it is late; a disk that is found after this is closed."""
