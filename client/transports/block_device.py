@@ -335,9 +335,14 @@ class BlockDeviceTransport(Transport):
                 return Unavailable("an earlier look at the device has not come back")
             volume = VolumeIdentity(self._nqn, nsid, self._nguids.get(nsid, ""))
             known.look = look = Look(self._machine, volume, local=self._local, writable=self._writable)
-            while not look.wait(min(_MAX_WAIT_S, (deadline_ms - self._clock.monotonic_ms()) / 1000)):
-                if self._closed or self._clock.monotonic_ms() >= deadline_ms:
-                    break
+            try:
+                while not look.wait(min(_MAX_WAIT_S, (deadline_ms - self._clock.monotonic_ms()) / 1000)):
+                    if self._closed or self._clock.monotonic_ms() >= deadline_ms:
+                        break
+            except BaseException:
+                if isinstance(disk := look.taken(), Disk):
+                    disk.close()
+                raise
             found = look.taken()
             if isinstance(found, Disk):
                 self._take(nsid, known, found)

@@ -257,7 +257,7 @@ class Look:
             return self._found
 
     def _run(self) -> None:
-        found: Disk | ForebayError
+        found: Disk | ForebayError = Unavailable("the look at the devices here failed")
         try:
             page = memoryview(mmap.mmap(-1, LABEL_BYTES))
             found = self._machine.find(self._volume, page, local=self._local, writable=self._writable)
@@ -265,12 +265,13 @@ class Look:
             found = e
         except OSError as e:
             found = Unavailable(f"the devices here cannot be looked at: {e}")
-        with self._lock:
-            if not self._left:
-                self._found = found
-            elif isinstance(found, Disk):
-                found.close()
-            self._over.set()
+        finally:  # one that never ends would keep others from looking
+            with self._lock:
+                if not self._left:
+                    self._found = found
+                elif isinstance(found, Disk):
+                    found.close()
+                self._over.set()
 
 
 def _digits(identifier: str) -> str:
@@ -279,6 +280,6 @@ def _digits(identifier: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()  # the names that a drive gives itself may be any bytes
     except OSError:
         return ""

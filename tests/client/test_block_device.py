@@ -452,6 +452,32 @@ def test_a_volume_is_found_by_subsystem_and_nsid_whatever_its_name(device: Devic
         find(sysfs, device.nguid, nsid=3)
 
 
+def test_a_drive_with_a_name_that_is_no_text_hides_no_other(device: Device, tmp_path: Path) -> None:
+    """As Linux makes one of model and serial number, whatever bytes they are, where a drive has none."""
+    sysfs = Sysfs(tmp_path, device.path)
+    sysfs.add("nvme0n1", 1)
+    (tmp_path / "sys/class/block/nvme0n1/device/subsysnqn").write_bytes(b"nqn.2014.08.org.nvmexpress:1234\xff\xfe\n")
+    sysfs.add("nvme1n1", 1, str(device.nguid))
+    transport = device.transport(machine=sysfs.machine)
+    transport.connect(now_ms() + LONG_MS)
+    assert transport.path(1) == str(sysfs.dev / "nvme1n1")
+    transport.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_look_that_ends_badly_is_not_the_last(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bad(*_: Any, **__: Any) -> Disk:
+        raise ZeroDivisionError
+
+    transport = device.transport()
+    with monkeypatch.context() as patched:
+        patched.setattr(Machine, "find", bad)
+        with pytest.raises(Unavailable, match="failed"):
+            transport.connect(now_ms() + LONG_MS)
+    assert read(transport, bytearray(4096)) is None
+    transport.close()
+
+
 @pytest.mark.parametrize("told", ["", "0" * 32])
 def test_without_an_nguid_the_label_tells(device: Device, tmp_path: Path, told: str) -> None:
     sysfs = Sysfs(tmp_path, device.path)
