@@ -29,15 +29,14 @@ TINY = Sizes(
     replay_s=0.5,
 )
 MEMORY = Path("/dev/shm")
+VLLM = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(600)]
+"""Engines take a while to start, up to four of them on two cores."""
 
 
 @pytest.mark.skipif(file_system(MEMORY) != "tmpfs", reason="/dev/shm is not on tmpfs")
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long, pytest.mark.vllm] if name in OF_ENGINES else [])
-        for name in BENCHMARKS
-    ],
+    [pytest.param(name, marks=VLLM if name in OF_ENGINES else []) for name in BENCHMARKS],
 )
 def test_comparison_runs(name: str, tmp_path: Path) -> None:
     if "redis" in name and (missing := missing_redis()):
