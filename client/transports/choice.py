@@ -59,8 +59,12 @@ class ChosenWay:
 
 @dataclass(slots=True)
 class _Standing:
-    """How a way does for one volume. With ``attempts`` it is out, not to be tried before ``until_ms``."""
+    """How a way does for one volume: ``out`` is not to be tried before ``until_ms``.
 
+    ``attempts`` counts how often it was, or stayed, out since it last worked.
+    """
+
+    out: bool = False
     attempts: int = 0
     until_ms: int = 0
     strikes: int = 0
@@ -79,7 +83,7 @@ class _Way:
         transport = self.transport
         if transport is None:
             return self.lacks
-        if (standing := self.standing.get(nsid)) is not None and standing.attempts:
+        if (standing := self.standing.get(nsid)) is not None and standing.out:
             return standing.why
         if write and not transport.capabilities.writes:
             return "it does not write"
@@ -111,6 +115,7 @@ class Choice(Transport):
         self._clock = clock
         self._random = random.Random()
         self._lock = threading.Lock()
+        self._making = threading.Lock()
         self._closed = False
         self._told: dict[int, str] = {}
         only = options.transport
@@ -121,9 +126,12 @@ class Choice(Transport):
             self._make(way)
 
     def _make(self, way: _Way) -> None:
-        way.lacks = way.kind.lacking(self._offer) or ""
-        if not way.lacks:
-            way.transport = way.kind.make(self._offer, self._nguids, self._options, self._clock)
+        with self._making:  # of two, one would be closed by nobody
+            if way.transport is not None:
+                return
+            way.lacks = way.kind.lacking(self._offer) or ""
+            if not way.lacks:
+                way.transport = way.kind.make(self._offer, self._nguids, self._options, self._clock)
 
     # --- the interface ----------------------------------------------------------------------------------------------
 
@@ -315,12 +323,14 @@ class Choice(Transport):
                 standing = way.standing.setdefault(nsid, _Standing())
                 if error is None:
                     standing.strikes = 0
+                    if not standing.out:
+                        standing.attempts = 0
                     continue
                 if isinstance(error, DeadlineExceeded):
                     standing.strikes += given_ms >= _FAIR_MS
                     if standing.strikes < _STRIKES and _transport(way).serves(nsid) is None:
                         continue
-                if not standing.attempts and not self._closed and self._others(way):
+                if not standing.out and not self._closed and self._others(way):
                     self._put_off(standing, error)
                     self._told.setdefault(nsid, way.kind.name)
                     changed = True
@@ -336,6 +346,7 @@ class Choice(Transport):
 
     def _put_off(self, standing: _Standing, error: ForebayError) -> None:
         first_ms, longest_ms = _BACKOFF_MS
+        standing.out = True
         standing.attempts += 1
         wait_ms = min(longest_ms, first_ms << min(standing.attempts - 1, 16)) * self._random.uniform(0.5, 1.0)
         standing.until_ms = self._clock.monotonic_ms() + int(wait_ms)
@@ -344,7 +355,7 @@ class Choice(Transport):
     def _worth_trying(self, way: _Way) -> bool:
         """Whether `connect` should: the way is in use, may come to be, or failed some time ago."""
         now_ms = self._clock.monotonic_ms()
-        out = [standing for standing in list(way.standing.values()) if standing.attempts]
+        out = [standing for standing in list(way.standing.values()) if standing.out]
         if out and all(standing.until_ms > now_ms for standing in out):
             return False
         if out or isinstance(way.transport, BlockDeviceTransport):
@@ -352,17 +363,17 @@ class Choice(Transport):
         return any(self._select(nsid) is way for nsid in list(self._nguids)) or not self._nguids
 
     def _back(self, way: _Way) -> None:
-        """A way could be connected: volumes whose time has come, and that it serves, use it again."""
+        """A way could be connected: volumes whose time has come use it again; only a read shows that it works."""
         now_ms = self._clock.monotonic_ms()
         with self._lock:
             for standing in way.standing.values():
-                if standing.attempts and standing.until_ms <= now_ms:
-                    standing.attempts = standing.strikes = 0
+                if standing.out and standing.until_ms <= now_ms:
+                    standing.out, standing.strikes = False, 0
 
     def _not_back(self, way: _Way, error: ForebayError) -> None:
         with self._lock:
             for standing in way.standing.values():
-                if standing.attempts and standing.until_ms <= self._clock.monotonic_ms():
+                if standing.out and standing.until_ms <= self._clock.monotonic_ms():
                     self._put_off(standing, error)
 
     def _tell(self) -> None:

@@ -7,8 +7,9 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,19 @@ from forebay.checksum import crc32c
 from forebay.client import ClientOptions, connect
 from forebay.client.transports import choice as choice_module
 from forebay.client.transports import kinds as kinds_module
-from forebay.client.transports.base import ReadOp, Segment, Transport, WriteOp
+from forebay.client.transports.base import (
+    Capabilities,
+    Outcome,
+    ReadOp,
+    Segment,
+    Transport,
+    TransportState,
+    WriteOp,
+)
 from forebay.client.transports.choice import Choice
 from forebay.client.transports.kinds import KINDS, Kind, Offer, nvme_tcp, tcp_kind
 from forebay.client.transports.options import NvmeTcpOptions
-from forebay.clock import Clock, SystemClock
+from forebay.clock import Clock, ManualClock, SystemClock
 from forebay.errors import DeadlineExceeded, ForebayError, InvalidArgument, Unavailable
 from forebay.ids import NamespaceId, VolumeId
 from forebay.proto import forebay_pb2 as pb
@@ -322,6 +331,84 @@ def test_writes_are_never_repeated_by_another_way(shared_target: TargetProcess) 
         assert not outcome.quiesced
         store(transport, b"v" * 4096)  # the next one goes by the other
         assert reads_by(transport) == "tcp"
+
+
+class _Mute(Transport):
+    """Can be connected, and reads nothing; the other kind reads."""
+
+    def __init__(self, error: ForebayError | None) -> None:
+        self.capabilities = Capabilities("stand-in")
+        self.error = error
+
+    def connect(self, deadline_ms: int) -> None:
+        return
+
+    def read(self, ops: Sequence[ReadOp], deadline_ms: int) -> list[Outcome]:
+        return [Outcome(self.error, (None,) * len(op.segments)) for op in ops]
+
+    def write(self, ops: Sequence[WriteOp], deadline_ms: int) -> list[Outcome]:
+        raise AssertionError("nothing is written here")
+
+    def state(self) -> TransportState:
+        return TransportState(True, 1, 0, 0, False, 0)
+
+    def close(self) -> None:
+        return
+
+
+def test_a_way_that_only_connects_is_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice_module, "_BACKOFF_MS", (1_000, 60_000))
+    clock = ManualClock()
+    mute = _Mute(Unavailable("mute"))
+    kinds = [Kind("first", lambda _: None, lambda *_: mute), Kind("second", lambda _: None, lambda *_: _Mute(None))]
+    offer = Offer(NQN, (), new_host())
+    transport = Choice(offer, {1: ""}, OPTIONS, clock, kinds=kinds)
+
+    def out_ms() -> int:
+        """How long the first way is left alone, once a read has failed by it."""
+        (outcome,) = transport.read([ReadOp(1, 0, (Segment(None, 4096),))], clock.monotonic_ms() + LONG_MS)
+        assert outcome.error is None
+        began_ms = clock.monotonic_ms()
+        while reads_by(transport) == "second":
+            clock.advance(100)
+            transport.connect(clock.monotonic_ms() + LONG_MS)
+        return clock.monotonic_ms() - began_ms
+
+    waits_ms = [out_ms() for _ in range(9)]
+    assert waits_ms[0] <= 1_000
+    assert all(wait_ms >= 30_000 for wait_ms in waits_ms[7:]), waits_ms
+    mute.error = None
+    assert out_ms() == 0
+    mute.error = Unavailable("mute again")
+    assert out_ms() <= 1_000, "a read that worked makes it as good as new"
+
+
+def test_a_way_is_made_once(shared_target: TargetProcess) -> None:
+    """Though a heartbeat and a program that asks connect at the same time."""
+    made: list[Transport] = []
+    offered = threading.Event()
+    both, inside = threading.Barrier(2), threading.Barrier(2)
+
+    def make(*_: object) -> Transport:
+        with suppress(threading.BrokenBarrierError):  # nobody else should come
+            inside.wait(0.2)
+        made.append(_Mute(None))
+        return made[-1]
+
+    kind = Kind("first", lambda _: None if offered.is_set() else "not yet", make)
+    transport = Choice(offer_of(shared_target), {1: ""}, OPTIONS, SystemClock(), kinds=[kind])
+    offered.set()
+
+    def connecting() -> None:
+        both.wait(LONG_MS / 1000)
+        transport.connect(now_ms() + LONG_MS)
+
+    threads = [threading.Thread(target=connecting) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
 
 
 def test_without_a_way_there_is_an_answer(shared_target: TargetProcess) -> None:
