@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from tests import targets
+from tests.connectors import matrix
 from tests.counting import PROPERTY, Count, save
 from tests.envs import ENVIRONMENTS
 from tests.interop import guest
@@ -83,6 +84,10 @@ def _counted(reports: Iterable[pytest.TestReport]) -> Counter[str]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what was not run and why: one line a reason."""
+    if where := os.environ.get("FOREBAY_VLLM_RESULTS"):
+        ended = [report for word in ("passed", "failed", "error") for report in terminalreporter.stats.get(word, [])]
+        outcomes = [(report.nodeid, report.outcome) for report in ended if "vllm" in report.keywords]
+        matrix.record(Path(where), outcomes, "long" if LONG else "default")
     if numbers := _counted(terminalreporter.stats.get("passed", [])):
         terminalreporter.section("faults survived")
         for name, number in sorted(numbers.items()):
