@@ -12,6 +12,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,8 @@ _LOOK_MS = (1_000, 60_000)
 _LOOKS_MS = 1_000
 """How long `connect` looks at all volumes together."""
 _MAX_WAIT_S = 0.25
+_CLOSE_S = 2.0
+"""How long closing waits for looks that are under way."""
 _NO_TAG = (
     "a block device cannot carry the tag of a grant, without which the target refuses writes to fenced volumes: "
     "they need another transport"
@@ -226,11 +229,12 @@ class BlockDeviceTransport(Transport):
         if self._device_reads is not None:
             self._device_reads.close()
         # No look begins after this; one that a device holds up is left behind.
-        if self._looking.acquire(timeout=2 * _MAX_WAIT_S):
+        until_s = time.monotonic() + _CLOSE_S
+        if self._looking.acquire(timeout=_CLOSE_S):
             self._looking.release()
         for known in list(self._volumes.values()):
             if known.look is not None:
-                known.look.join(_MAX_WAIT_S)
+                known.look.join(max(0.0, until_s - time.monotonic()))
             if known.disk is not None:
                 known.disk.close()
 

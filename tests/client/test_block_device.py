@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from forebay.client.transports import block_device
 from forebay.client.transports.base import ReadOp, Segment, Transport, WriteOp
 from forebay.client.transports.block_device import BlockDeviceOptions, BlockDeviceTransport
 from forebay.client.transports.bounce import BouncePool, Job, _Call
@@ -343,6 +344,7 @@ def test_a_look_that_is_stuck(device: Device, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_closing_leaves_no_look_behind(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_device, "_CLOSE_S", LONG_MS / 1000)  # however slow the machine is
     begun, find = threading.Event(), Machine.find
 
     def seen(*arguments: Any, **settings: Any) -> Disk:
