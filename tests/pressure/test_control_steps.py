@@ -124,6 +124,7 @@ class Trial:
         ):
             assert not got.hit or bytes(got.value) == value, f"{self.name}: wrong bytes for {key!r}"
         heard("match", lambda: one.match(keys, deadline_ms=limit_ms).reasons)
+        heard("keyspaces", lambda: ["ok" for _ in one.keyspaces(deadline_ms=limit_ms)])
         heard("stat", lambda: one.stat(keys, deadline_ms=limit_ms))
         heard("pin", lambda: one.pin(keys, deadline_ms=limit_ms))
         heard("touch", lambda: one.touch(keys, deadline_ms=limit_ms))
