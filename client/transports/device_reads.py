@@ -41,7 +41,11 @@ class TorchMemory:
 
     def like(self, tensor: Any, length_bytes: int) -> Any:
         """As `DeviceMemory.like`."""
-        return sys.modules["torch"].empty(length_bytes, dtype=tensor.dtype, device=tensor.device)
+        torch = sys.modules["torch"]
+        found = torch.empty(length_bytes, dtype=tensor.dtype, device=tensor.device)
+        # What the allocator gave was another tensor's, and computations on that may still be under way.
+        torch.cuda.synchronize(tensor.device)
+        return found
 
     def settle(self, tensor: Any) -> None:
         """As `DeviceMemory.settle`."""
@@ -96,6 +100,7 @@ class DeviceReads:
         self._memory = memory or TorchMemory()
         self._checksum = checksum
         self._lock = threading.Lock()
+        self._opening = threading.Lock()  # for as long as a device takes to be opened: no caller waits for it
         self._pools: dict[str, tuple[BouncePool[Any], _Buffers]] = {}
         self._handles: dict[int, tuple[Disk, Any]] = {}
 
@@ -122,8 +127,10 @@ class DeviceReads:
 
         def take(job: Job[Any], buffer: Any) -> None:
             i, at = places[id(job)]
-            _scatter(ops[i], at, min(self._max_bytes, sizes[i] - at), buffer)
-            self._memory.settle(buffer)
+            try:
+                _scatter(ops[i], at, min(self._max_bytes, sizes[i] - at), buffer)
+            finally:  # copies before one that failed may be under way, too
+                self._memory.settle(buffer)
 
         errors: dict[int, ForebayError] = {}
         try:
@@ -176,7 +183,7 @@ class DeviceReads:
 
     def _handle(self, nsid: int, disk: Disk) -> Any:
         """The library's own opening of the very device that ``disk`` is. Raises `Unavailable`."""
-        with self._lock:
+        with self._opening:
             known = self._handles.get(nsid)
             if known is not None and known[0] is disk:
                 return known[1]

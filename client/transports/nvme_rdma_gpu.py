@@ -60,11 +60,13 @@ class GpuMemory:
         try:
             with torch.cuda.device(device):
                 self._cuda.flush_gpudirect_writes()  # what the RDMA device wrote is seen by what follows
-                for view, length_bytes, _ in segments:
-                    if view is not None:
-                        view.tensor.copy_(self._tensor[offset : offset + length_bytes])
-                    offset += length_bytes
-                torch.cuda.current_stream(device).synchronize()
+                try:
+                    for view, length_bytes, _ in segments:
+                        if view is not None:
+                            view.tensor.copy_(self._tensor[offset : offset + length_bytes])
+                        offset += length_bytes
+                finally:  # copies before one that failed may be under way, too
+                    torch.cuda.current_stream(device).synchronize()
         except RuntimeError as e:
             raise Unavailable(f"copying on {device}: {e}") from e
 

@@ -150,6 +150,47 @@ def test_memory_of_a_stuck_read_is_not_given_back(scene: Scene) -> None:
     assert not scene.kvikio.deregistered
 
 
+def test_a_device_that_is_slow_to_open_keeps_no_call_beyond_its_deadline(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, real = threading.Event(), scene.kvikio.CuFile
+
+    def slow(*arguments: str) -> Any:
+        go.wait(60)
+        return real(*arguments)
+
+    monkeypatch.setattr(scene.kvikio, "CuFile", slow)
+    op = DeviceReadOp(1, AT, (DeviceSegment(view(tensor(4096)), 4096, 3),))
+    began_ms = now_ms()
+    for _ in range(2):  # the second one has nothing to do with the opening
+        (outcome,) = scene.read(op, left_ms=50)
+        assert isinstance(outcome.error, DeadlineExceeded)
+    assert now_ms() - began_ms < 50_000, "it waited for the device"
+    go.set()
+    assert scene.read(op)[0].error is None
+    assert len(scene.kvikio.opened) == 1
+
+
+def test_copies_are_waited_for_though_one_of_them_failed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before it may be under way: nothing writes to the caller's tensors once the call has returned."""
+    copied: list[StandInTensor] = []
+    copy_ = StandInTensor.copy_
+
+    def failing(self: StandInTensor, other: StandInTensor) -> None:
+        if copied:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        copied.append(self)
+        copy_(self, other)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StandInTensor, "copy_", failing)
+        segments = tuple(DeviceSegment(view(tensor(4096)), 4096) for _ in range(2))
+        with pytest.raises(RuntimeError):
+            scene.read(DeviceReadOp(1, AT, segments))
+    assert copied and scene.memory.settled == 1
+    assert scene.read(DeviceReadOp(1, AT, segments))[0].error is None
+
+
 def test_an_error_of_the_library_is_no_exception(scene: Scene) -> None:
     scene.kvikio.fails = True
     op = DeviceReadOp(1, AT, (DeviceSegment(view(tensor(4096)), 4096, 3),))
