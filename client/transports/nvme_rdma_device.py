@@ -125,11 +125,16 @@ class Device:
         if found is None:
             raise Unavailable(f"the RDMA device {name} is gone")
         self.name = name
+        opened: list[Any] = []
         try:
             self.context = found.open()
+            opened.append(self.context)
             self.domain = self.context.alloc_pd()
+            opened.append(self.domain)
             self.read_depth = min(255, self.context.query_device().max_qp_rd_atom)
         except OSError as e:
+            while opened:
+                destroy(opened.pop().close, "a part of a device")
             raise Unavailable(f"opening the RDMA device {name}: {e}") from e
         self._lock = threading.Lock()
         self._users = 1
@@ -154,8 +159,10 @@ class Device:
         return None if region is None else region.key
 
     def hold(self) -> None:
-        """Another connection uses the device."""
+        """Another connection uses the device. Raises `Unavailable` once it is closed."""
         with self._lock:
+            if not self._users:
+                raise Unavailable(f"{self.name} was closed")
             self._users += 1
 
     def release(self) -> None:

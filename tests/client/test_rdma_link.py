@@ -339,6 +339,32 @@ def test_a_device_is_closed_after_its_last_connection(verbs: Verbs) -> None:
     assert verbs.ended[-2:] == ["pd", "context"]
 
 
+@pytest.mark.parametrize(("what", "left"), [("alloc_pd", ["context"]), ("query_device", ["pd", "context"])])
+def test_a_device_that_cannot_be_used_is_closed(
+    verbs: Verbs, monkeypatch: pytest.MonkeyPatch, what: str, left: list[str]
+) -> None:
+    def failing() -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    (found,) = verbs.get_device_list()
+    context = found.open()
+    monkeypatch.setattr(context, what, failing)
+    monkeypatch.setattr(found, "open", lambda: context)
+    monkeypatch.setattr(verbs, "get_device_list", lambda: [found])
+    with pytest.raises(Unavailable, match="memory"):
+        Device("fake0")
+    assert verbs.ended == left
+
+
+def test_a_device_that_is_closed_while_a_connection_comes_to_be(verbs: Verbs) -> None:
+    """By another thread that closes the transport: nothing is asked of it any more."""
+    device = Device("fake0")
+    device.release()
+    with pytest.raises(Unavailable, match="closed"):
+        dial(device)
+    assert verbs.ended == ["pd", "context", "connection"]
+
+
 def test_a_device_that_was_taken_away_is_opened_anew(verbs: Verbs, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = str(uuid4())
     one = NvmeRdmaTransport(SubsystemAddress("10.0.0.1", 4420, "nqn"), HostIdentity(f"nqn:{identity}", identity))
