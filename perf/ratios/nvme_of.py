@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from forebay.client.transports.base import ReadOp, Segment, Transport
 from forebay.client.transports.options import NvmeTcpOptions
 from forebay.measure.samples import process_cpu_s
-from perf.harness import Row, Sample, Side, gb_per_s_row, interleave
+from perf.harness import Row, Sample, Side, file_system, gb_per_s_row, interleave
 from perf.peers.volumes import Volume, embedded, nvme_perf, spdk
 from perf.workload import Bench, Wrong, size_name
 
@@ -87,7 +87,12 @@ def run_initiators(bench: Bench) -> Iterator[Row]:
                     ours,
                     theirs,
                     aim=0.7 if block_bytes == 1 << 20 else None,
-                    details={"block_bytes": block_bytes, "depth": _DEPTH, "target": volume.what},
+                    details={
+                        "block_bytes": block_bytes,
+                        "depth": _DEPTH,
+                        "target": volume.what,
+                        "file_system": "memory of the target",
+                    },
                 )
         finally:
             transport.close()
@@ -139,7 +144,11 @@ def _rows(bench: Bench, name: str, what: str, ours: _Way, theirs: _Way) -> Itera
                 for side, transport, way in zip(("ours", "theirs"), transports, (ours, theirs), strict=True)
             ]
             samples = interleave(sides, sizes.repeats)
-            served = {"target": ours[0].what, "baseline_target": theirs[0].what}
+            served = {
+                "target": ours[0].what,
+                "baseline_target": theirs[0].what,
+                "file_system": file_system(bench.memory_dir),
+            }
             details = {"block_bytes": block_bytes, "depth": _DEPTH, **served}
             yield gb_per_s_row(
                 name.format(size_name(block_bytes)), what, samples["ours"], samples["theirs"], aim=None, details=details
