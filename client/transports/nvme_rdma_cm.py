@@ -18,6 +18,7 @@ from enum import IntEnum
 from functools import cache
 from typing import Any
 
+from forebay.client.transports.addresses import addresses_of
 from forebay.clock import Clock
 from forebay.errors import Busy, ConnectionLost, DeadlineExceeded, TargetRefused, Unavailable
 from forebay.nvmerdma import CmRejection, rejection
@@ -203,8 +204,8 @@ class CmConnection:
 
         Raises `ConnectionLost`, `DeadlineExceeded`, and `Unavailable` where no RDMA device leads there.
         """
-        peer = _sockaddr(address, port)
-        mine = _sockaddr(source, 0) if source else None
+        peer = _sockaddr(address, port, self._left_ms(deadline_ms))
+        mine = _sockaddr(source, 0, self._left_ms(deadline_ms)) if source else None
         left_ms = self._left_ms(deadline_ms)
         if self._cm.rdma_resolve_addr(self._id, mine, peer, left_ms):
             raise _failed(f"no RDMA device leads to {address}", Unavailable)
@@ -320,12 +321,9 @@ def _name(kind: int) -> str:
     return f"event {kind}"
 
 
-def _sockaddr(address: str, port: int) -> ctypes.Array[c_char]:
-    """A struct sockaddr_in or sockaddr_in6. Raises `ConnectionLost` where the name has no address."""
-    try:
-        family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    except OSError as e:
-        raise ConnectionLost(f"resolving {address}: {e}") from e
+def _sockaddr(name: str, port: int, left_ms: int) -> ctypes.Array[c_char]:
+    """A struct sockaddr_in or sockaddr_in6. Raises as `addresses_of`."""
+    family, found = addresses_of(name, port, left_ms)[0]
     packed = socket.inet_pton(family, str(found[0]).partition("%")[0])
     head = struct.pack("=H", family) + struct.pack("!H", port)
     if family == socket.AF_INET:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
 
+from forebay.client.transports.addresses import addresses_of
 from forebay.client.transports.base import Segment
 from forebay.client.transports.queues import IoQueue
 from forebay.client.transports.requests import CHUNK_BYTES, Request
@@ -86,15 +87,7 @@ class QueuePair(IoQueue):
 
         Raises `ConnectionLost` and its kin, and `TargetRefused` if the target does not do the digests asked for.
         """
-        left_ms = deadline_ms - clock.monotonic_ms()
-        if left_ms <= 0:
-            raise DeadlineExceeded("no time left to connect to the target")
-        try:
-            sock = socket.create_connection((address, port), timeout=left_ms / 1000)
-        except TimeoutError:
-            raise DeadlineExceeded(f"connecting to {address}:{port} took too long") from None
-        except OSError as e:
-            raise ConnectionLost(f"connecting to {address}:{port}: {e}") from e
+        sock = _connected(address, port, deadline_ms, clock)
         pair = cls(sock, clock, header_digest=header_digest, data_digest=data_digest)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -305,3 +298,31 @@ class QueuePair(IoQueue):
             self.closed = True
             self._out.clear()
             self._sock.close()
+
+
+def _connected(name: str, port: int, deadline_ms: int, clock: Clock) -> socket.socket:
+    """A socket to the first address of ``name`` that answers; each has its share of the time that is left."""
+    left_ms = deadline_ms - clock.monotonic_ms()
+    if left_ms <= 0:
+        raise DeadlineExceeded("no time left to connect to the target")
+    addresses = addresses_of(name, port, left_ms)
+    error: OSError | None = None
+    for i, (family, address) in enumerate(addresses):
+        left_ms = deadline_ms - clock.monotonic_ms()
+        if left_ms <= 0:
+            break
+        sock: socket.socket | None = None
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.settimeout(left_ms / (len(addresses) - i) / 1000)
+            sock.connect(address)
+            return sock
+        except BaseException as e:
+            if sock is not None:
+                sock.close()
+            if not isinstance(e, OSError):
+                raise
+            error = e
+    if error is None or isinstance(error, TimeoutError):
+        raise DeadlineExceeded(f"connecting to {name}:{port} took too long")
+    raise ConnectionLost(f"connecting to {name}:{port}: {error}") from error

@@ -477,7 +477,7 @@ def test_layouts_are_those_of_the_libraries() -> None:
     ],
 )
 def test_addresses(address: str, raw: str) -> None:
-    assert bytes(nvme_rdma_cm._sockaddr(address, 4420))[: len(raw) // 2] == bytes.fromhex(raw)
+    assert bytes(nvme_rdma_cm._sockaddr(address, 4420, 1_000))[: len(raw) // 2] == bytes.fromhex(raw)
 
 
 def test_rejections_are_errors_to_act_by() -> None:
