@@ -23,9 +23,10 @@ __all__ = ["check_supported", "engine_schema", "schema_of"]
 
 _PROBE_TOKENS = tuple(range(16))
 _HASH_SETTING = "--prefix-caching-hash-algo"
-_NOT_OF_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
-"""Of a Hugging Face configuration: where it lies, who wrote it, and types that are taken as they are in force."""
-
+_NOT_OF_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "max_model_len"})
+"""Of a Hugging Face configuration: where it lies, who wrote it, and what is taken as it is in force."""
+_TUNED_FROM_TOKENS = 32_768
+"""Started for longer prompts than this, vLLM scales the attention of Llama 4."""
 
 _AS_STORED = frozenset({"auto", "hf", "safetensors", "pt", "npcache", "dummy"})
 """Ways to load weights that give what is in the files, or in what a revision names."""
@@ -56,6 +57,12 @@ def check_supported(config: Any, kv_cache: Any, settings: Settings | None = None
         "speculative_config",
     )
     groups = cache_groups(config, kv_cache)
+    # A layer calls back once for each of them, at first when the tokens of the others are still to be computed.
+    _need(
+        settings is None or settings.layer_groups == 1 or not parallel.use_ubatching,
+        "layer_groups with micro-batches (--enable-dbo, --ubatch-size)",
+        "layer_groups",
+    )
     if settings is not None and settings.load == "layers":
         _need(
             groups.plain,
@@ -167,12 +174,16 @@ def _facts(config: Any) -> dict[str, object]:
     """What is done to the weights, in plain values."""
     model = config.model_config
     effective = {k: v for k, v in model.hf_config.to_dict().items() if k not in _NOT_OF_THE_MODEL}
+    _as_tuned(model, effective)
     text = _text(effective)
     # vLLM takes the factors for long prompts, or those for short ones, by the longest that it was started for.
-    longest = model.max_model_len if '"longrope"' in text or '"su"' in text else 0
+    longest = model.max_model_len if any(word in text for word in ('"longrope"', '"su"', '"dynamic"')) else 0
+    code = [model.model_impl, model.model_class_overrides]
+    usual = model.model_impl in ("auto", "vllm") and not model.model_class_overrides
     load, lora = config.load_config, config.lora_config
     as_stored = str(load.load_format) in _AS_STORED and not load.model_loader_extra_config
     lora_dtype = model.dtype if lora is None or lora.lora_dtype == "auto" else lora.lora_dtype
+    modules = None if lora is None else lora.target_modules
     return {
         "config": text,
         "longest": longest,
@@ -180,9 +191,23 @@ def _facts(config: Any) -> dict[str, object]:
         "quantization": str(model.quantization or ""),
         "quantization_config": _text(model.quantization_config),
         "loader": "" if as_stored else _text([str(load.load_format), load.model_loader_extra_config]),
+        "implementation": "" if usual else _text(code),
         "lora_dtype": "" if lora_dtype == model.dtype else str(lora_dtype),
+        "lora_modules": "" if modules is None else _text(sorted(modules)),
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
     }
+
+
+def _as_tuned(model: Any, effective: dict[str, Any]) -> None:
+    """Note how vLLM scales Llama 4's attention, and so what its layers compute, whatever its configuration says.
+
+    vLLM writes it into the configuration when it loads the model, which may be in another process.
+    """
+    for part in (effective, effective.get("text_config")):
+        if isinstance(part, dict) and part.get("model_type") == "llama4_text":
+            said = {**model.try_get_generation_config(), **model.override_generation_config}
+            tuned = said.get("attn_temperature_tuning", model.max_model_len > _TUNED_FROM_TOKENS)
+            part["attn_temperature_tuning"] = bool(tuned)
 
 
 def _text(value: object) -> str:

@@ -260,6 +260,7 @@ class Engine:
             ("cache_config", "enable_prefix_caching", False),
             ("parallel_config", "pipeline_parallel_size", 2),
             ("parallel_config", "decode_context_parallel_size", 2),
+            ("parallel_config", "enable_dbo", True),
             ("kv_transfer_config", "kv_role", "kv_consumer"),
             (None, "speculative_config", SimpleNamespace(method="eagle")),
             ("scheduler_config", "async_scheduling", True),
@@ -270,7 +271,7 @@ class Engine:
             if part is not None:
                 object.__setattr__(changed, part, inner)
             try:
-                check_supported(changed, kv_cache, Settings(load="layers"))
+                check_supported(changed, kv_cache, Settings(load="layers", layer_groups=2))
             except ConfigInvalid as e:
                 found[name] = str(e)
         real, vllm.__version__ = vllm.__version__, "0.99.1"

@@ -37,6 +37,10 @@ PLAIN = SimpleNamespace(
         model="/model",
         hf_config=HfConfig(rope_theta=1e6, _name_or_path="/model"),
         max_model_len=1024,
+        model_impl="auto",
+        model_class_overrides={},
+        try_get_generation_config=dict,
+        override_generation_config={},
         dtype=torch.bfloat16,
         quantization=None,
         quantization_config=None,
@@ -50,21 +54,44 @@ CHANGES: dict[str, Any] = {
     "model_config.quantization_config": QuantizationConfigArgs(ignore=["lm_head"]),
     "load_config.load_format": "bitsandbytes",
     "load_config.model_loader_extra_config": {"tensorizer_uri": "s3://elsewhere"},
-    "lora_config": SimpleNamespace(lora_dtype=torch.float32),
+    "lora_config": SimpleNamespace(lora_dtype=torch.float32, target_modules=None),
+    "model_config.model_impl": "transformers",
+    "model_config.model_class_overrides": {"TestForCausalLM": "elsewhere:OfAnother"},
 }
 THE_SAME: dict[str, Any] = {
     "model_config.hf_config._name_or_path": "/elsewhere",
     "model_config.max_model_len": 2048,
     "model_config.model": Path("/elsewhere"),
     "load_config.load_format": "safetensors",
-    "lora_config": SimpleNamespace(lora_dtype="auto"),
+    "lora_config": SimpleNamespace(lora_dtype="auto", target_modules=None),
 }
+HF_CONFIG, LONGEST = "model_config.hf_config", "model_config.max_model_len"
+LLAMA_4 = HfConfig(text_config={"model_type": "llama4_text", "attn_temperature_tuning": True})
+LLAMA_4_LOADED = HfConfig(text_config={"model_type": "llama4_text", "attn_temperature_tuning": False})
+"""As vLLM has it once it has loaded the model for short prompts."""
+LLAMA_4_SAID = {"model_config.override_generation_config": {"attn_temperature_tuning": True}}
+MINIMAX, MINIMAX_LOADED = HfConfig(model_type="minimax_m2"), HfConfig(model_type="minimax_m2", max_model_len=1024)
 
 
-def keyspace(path: str = "", value: object = None) -> bytes:
-    """Of the plain configuration with one thing changed."""
+def pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any], bool]]:
+    """Pairs of configurations, and whether they are in one keyspace."""
+    llama, dynamic = {HF_CONFIG: LLAMA_4}, {HF_CONFIG: HfConfig(rope_scaling={"type": "dynamic"})}
+    modules = {"lora_config": SimpleNamespace(lora_dtype="auto", target_modules=["v_proj"])}
+    return {
+        "adapters of some modules": ({}, modules, False),
+        "Llama 4 with long prompts": (llama, {**llama, LONGEST: 65_536}, False),
+        "Llama 4 with short prompts": (llama, {**llama, LONGEST: 2048}, True),
+        "Llama 4 as it was told": ({**llama, LONGEST: 65_536}, {**llama, **LLAMA_4_SAID}, True),
+        "Llama 4 in the process that loaded it": (llama, {HF_CONFIG: LLAMA_4_LOADED}, True),
+        "MiniMax in the process that loaded it": ({HF_CONFIG: MINIMAX}, {HF_CONFIG: MINIMAX_LOADED}, True),
+        "positions scaled by the longest prompt": (dynamic, {**dynamic, LONGEST: 65_536}, False),
+    }
+
+
+def keyspace(changes: dict[str, Any]) -> bytes:
+    """Of the plain configuration with some things changed."""
     config = copy.deepcopy(PLAIN)
-    if path:
+    for path, value in copy.deepcopy(changes).items():
         *owners, name = path.split(".")
         owner: Any = config
         for each in owners:
@@ -74,9 +101,12 @@ def keyspace(path: str = "", value: object = None) -> bytes:
 
 
 def main() -> None:
-    plain = keyspace()
-    changed = {path: keyspace(path, value) != plain for path, value in CHANGES.items()}
-    same = {path: keyspace(path, value) == plain for path, value in THE_SAME.items()}
+    plain = keyspace({})
+    changed = {path: keyspace({path: value}) != plain for path, value in CHANGES.items()}
+    same = {path: keyspace({path: value}) == plain for path, value in THE_SAME.items()}
+    for name, (one, other, alike) in pairs().items():
+        found = keyspace(one) == keyspace(other)
+        (same if alike else changed)[name] = found if alike else not found
     print(json.dumps({"changed": changed, "same": same}))
 
 

@@ -170,6 +170,7 @@ def test_what_is_not_supported_is_refused_at_start_in_words(scene: Scene) -> Non
         "enable_prefix_caching": True,
         "pipeline_parallel_size": True,
         "decode_context_parallel_size": True,
+        "enable_dbo": True,
         "kv_role": True,
         "speculative_config": True,
     }
