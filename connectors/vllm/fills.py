@@ -30,7 +30,7 @@ class StepFills:
     def load(self, tracked: Tracked) -> None:
         """The step being made is to load for a request, from its ``start_tokens`` on."""
         row = self._groups.blocks(0, tracked.start_tokens)
-        self._first.append((row, bytes(tracked.request.block_hashes[row])))
+        self._first.append((row, self._hash(tracked.request, row)))
 
     def shared(self, request: Any, computed_tokens: int) -> bool:
         """Whether vLLM takes blocks for a request's own that the step being made is to load: it has to wait for them.
@@ -38,7 +38,10 @@ class StepFills:
         If they were lost, the request would depend on another one to compute them again.
         """
         blocks = self._groups.blocks(0, computed_tokens)
-        return any(row < blocks and bytes(request.block_hashes[row]) == first for row, first in self._first)
+        return any(row < blocks and self._hash(request, row) == first for row, first in self._first)
+
+    def _hash(self, request: Any, row: int) -> bytes:
+        return bytes(request.block_hashes[self._groups.hashed(0, row)])
 
     def made(self, loads: Iterable[Load], output: Any, requests: Mapping[str, Tracked]) -> None:
         """A step has been made (vLLM's `SchedulerOutput`), with these loads."""

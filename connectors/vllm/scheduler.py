@@ -28,7 +28,7 @@ from forebay.connectors.vllm.modes import ModeSwitch
 from forebay.connectors.vllm.requests import Probe, Tracked, Whole
 from forebay.connectors.vllm.saves import Saves
 from forebay.connectors.vllm.settings import Settings
-from forebay.ids import MAX_BATCH_KEYS
+from forebay.ids import MAX_BATCH_KEYS, BlockKey
 from forebay.schema import Schema
 
 __all__ = ["SchedulerHalf"]
@@ -107,16 +107,17 @@ class SchedulerHalf:
         hashes = [bytes(block_hash) for block_hash in request.block_hashes[: self._most_hashes]]
         tracked.asked_at_ms = self._clock.monotonic_ms()
         adapter, salt = request.lora_request, request.cache_salt or ""
-        tracked.probe = self._probing.submit(self._probe, client, adapter, salt, hashes)
+        until_ms = tracked.asked_at_ms + self._settings.probe_timeout_ms
+        tracked.probe = self._probing.submit(self._probe, adapter, salt, hashes, until_ms)
 
-    def _probe(self, client: Client, adapter: Any, salt: str, hashes: Sequence[bytes]) -> Probe:
-        """In a thread: the answer to `_ask`. Raises nothing."""
+    def _probe(self, adapter: Any, salt: str, hashes: Sequence[bytes], until_ms: int) -> Probe:
+        """In a thread: the answer to `_ask`, that nobody waits for after ``until_ms``. Raises nothing."""
         try:
             content = b"" if adapter is None else self._adapters.digest(adapter)
             if content is None:
                 return Probe(None)
             prefix = variant(adapter=content, salt=salt)
-            return Probe.of(prefix, self._match(client, prefix, hashes))
+            return Probe.of(prefix, self._match(prefix, hashes, until_ms))
         except Exception:  # the engine must live on; the request is computed
             _log.exception("a lookup failed")
             return Probe(None)
@@ -127,28 +128,41 @@ class SchedulerHalf:
         blocks = sum(self._groups.unit_tokens // group.block_tokens for group in self._groups.groups)
         return MAX_BATCH_KEYS // blocks * self._groups.unit_tokens // self._groups.hash_tokens
 
-    def _match(self, client: Client, prefix: bytes, hashes: Sequence[bytes]) -> list[tuple[str, ...]]:
+    def _match(self, prefix: bytes, hashes: Sequence[bytes], until_ms: int) -> list[tuple[str, ...]]:
         """In a thread: the node's word for each whole block of each group."""
-        groups, keys = self._groups, []
+        groups = self._groups
         counts = [groups.blocks(group, len(hashes) * groups.hash_tokens) for group in range(len(groups.groups))]
-        for group, count in enumerate(counts):
-            names = [block_key(hashes[groups.hashed(group, block)], prefix) for block in range(count)]
-            keys += self._settings.named(client, names, group)
-        if not keys:
-            return [() for _ in counts]
-        deadline_ms = self._settings.probe_timeout_ms
-        words = self._elsewhere.explained(client, client.match(keys, deadline_ms=deadline_ms), deadline_ms)
-        if self._link is not None:
-            self._link.note(words)
+        names = [
+            (block_key(hashes[groups.hashed(group, block)], prefix), group)
+            for group, count in enumerate(counts)
+            for block in range(count)
+        ]
+        words = self._words(names, until_ms)
         ends = [sum(counts[: group + 1]) for group in range(len(counts))]
         return [words[end - count : end] for count, end in zip(counts, ends, strict=True)]
+
+    def _words(self, names: Sequence[tuple[bytes, int]], until_ms: int) -> tuple[str, ...]:
+        """In a thread: what the node says of each key and group, if it answers by ``until_ms``.
+
+        What waited for a thread behind calls that got no answer is not asked any more.
+        """
+        client, left_ms, link = self._client(), until_ms - self._clock.monotonic_ms(), self._link
+        if client is None or link is None or left_ms <= 0:
+            return ("deadline_exceeded" if left_ms <= 0 else "unavailable",) * len(names)
+        if not names:
+            return ()
+        scope = self._settings.scope_id(client)
+        keys = [BlockKey(name, group, scope) for name, group in names]
+        words = self._elsewhere.explained(client, client.match(keys, deadline_ms=left_ms), left_ms)
+        link.note(words)
+        return words
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after ``computed_tokens`` can be loaded, and whether that takes a while; None: ask again."""
         if self._fills.shared(request, computed_tokens):
             return None, False
         tracked = self._requests.get(request.request_id)
-        if tracked is None:
+        if tracked is None or request.skip_reading_prefix_cache:  # it wants what only computing gives
             return 0, False
         if request.num_preemptions != tracked.preemptions:
             self._ask(tracked)

@@ -267,7 +267,7 @@ class WorkerHalf:
         """Read a load's blocks part by part, until one is not to be had; the engine's blocks that have nothing."""
         link = self._link
         assert link is not None, "a session is offered before the first load"
-        link.wait(self._settings.load_timeout_ms)
+        link.wait(max(0, until_ms - self._clock.monotonic_ms()))
         parts = [part for rows in load.rows for part in self._parts(rows)]
         for number, part in enumerate(parts):
             rest = parts[number + 1 :]

@@ -30,6 +30,7 @@ class Request:
     priority: int = 0
     session_id: str | None = None
     kv_transfer_params: Any = None
+    skip_reading_prefix_cache: bool = False
 
 
 @dataclass

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
 
-from forebay.client import Client, Hints, WritePlan
+from forebay.client import Client, Hints, MatchResult, WritePlan
 from forebay.connectors.vllm import scheduler
 from forebay.connectors.vllm.advice import Advice
 from forebay.connectors.vllm.messages import Load, Rows, WorkerReport
@@ -230,6 +231,53 @@ def test_a_node_that_does_not_answer_is_not_waited_for(make: Make, shared_node: 
     finally:
         os.kill(shared_node.process.pid, signal.SIGCONT)
     assert sum(bench.count(f"missed_blocks:{why}") for why in ("deadline_exceeded", "unavailable")) == BLOCKS
+
+
+def burst(bench: Bench, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[list[Request]], object]) -> int:
+    """How many lookups are made of six requests at once when the first have no answer until ``meanwhile`` is over."""
+    calls: list[int] = []
+    answered = threading.Event()
+
+    def match(client: Client, keys: Sequence[Any], **kwargs: Any) -> MatchResult:
+        calls.append(len(keys))
+        answered.wait(60)
+        return MatchResult((False,) * len(keys), ("deadline_exceeded",) * len(keys), {}, 0.0, 0)
+
+    monkeypatch.setattr(Client, "match", match)
+    requests = [Request(str(i), hashes(f"burst {i}")) for i in range(6)]
+    for request in requests:
+        bench.half.arrived(request)
+    meanwhile(requests)
+    answered.set()
+    probes = [bench.half._requests[request.request_id].probe for request in requests]
+    eventually(lambda: all(probe is not None and probe.done() for probe in probes), "all answers", 60)
+    return len(calls)
+
+
+def test_lookups_that_nobody_waits_for_any_more_are_not_made(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make(probe_timeout_ms=1)
+    assert burst(bench, monkeypatch, lambda requests: [bench.ask(request) for request in requests]) <= 2
+
+
+def test_lookups_that_wait_are_not_made_once_the_node_is_left_alone(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(probe_timeout_ms=60_000)
+    link = bench.half._link
+    assert link is not None
+
+    def meanwhile(requests: list[Request]) -> None:
+        for _ in requests:
+            link.note(["unavailable"])
+
+    assert burst(bench, monkeypatch, meanwhile) <= 2
+
+
+def test_a_request_that_wants_everything_computed_is_not_loaded(make: Make) -> None:
+    bench = make()
+    bench.put(hashes("logprobs"))
+    assert bench.arrive(Request("r", hashes("logprobs"), skip_reading_prefix_cache=True)) == (0, False)
+    assert bench.count("hit_blocks") == 0
 
 
 def test_workers_have_a_session_for_whatever_they_are_to_do(make: Make) -> None:
