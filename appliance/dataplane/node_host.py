@@ -17,7 +17,7 @@ from forebay.errors import NoSpace, ProtocolError, TargetFailed, Unavailable
 from forebay.ids import LBA_BYTES, HostIdentity
 from forebay.nvmetcp import command as nvme
 from forebay.nvmetcp import spec
-from forebay.nvmetcp.authentication import MAX_MESSAGE_BYTES, HostAuthentication, Step
+from forebay.nvmetcp.authentication import MAX_MESSAGE_BYTES, AuthenticationFailed, HostAuthentication, Step
 from forebay.nvmetcp.command import DYNAMIC_CONTROLLER, Command, Completion, ConnectData
 from forebay.nvmetcp.connection import Buffer, Connection
 from forebay.nvmetcp.events import (
@@ -231,4 +231,7 @@ async def _authenticate(queue: _Queue, host: HostIdentity, nqn: str) -> None:
         got, answer = await queue.execute(receive, read_bytes=MAX_MESSAGE_BYTES)
         if sent.status or got.status:
             raise Unavailable(f"authentication: status {sent.status or got.status:#x}", field=nqn)
-        message = proof.received(bytes(answer))
+        try:
+            message = proof.received(bytes(answer))
+        except AuthenticationFailed as error:  # which says nothing of the volume
+            raise Unavailable(f"the node's own host: {error.message}", field=nqn) from error

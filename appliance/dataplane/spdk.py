@@ -34,7 +34,16 @@ from forebay.appliance.dataplane.subsystems import (
     hosts_of,
 )
 from forebay.appliance.dataplane.volume_files import VolumeFiles
-from forebay.errors import NoSpace, NotFound, ProtocolError, TargetFailed, TargetRefused, Unavailable, VolumeMismatch
+from forebay.errors import (
+    ForebayError,
+    NoSpace,
+    NotFound,
+    ProtocolError,
+    TargetFailed,
+    TargetRefused,
+    Unavailable,
+    VolumeMismatch,
+)
 from forebay.ids import LBA_BYTES, GrantId, HostIdentity, VolumeId
 from forebay.nvmetcp.secret import HostSecrets, Secret
 
@@ -122,6 +131,7 @@ class SpdkTarget(NvmfTarget):
         if secrets is not None:
             self._provers[self._self.nqn] = self._self
         self._unsettled: set[str] = set()
+        self._private_use = asyncio.Lock()  # taken before `_shape`
         self._aliases: dict[str, str] = {}
 
     async def info(self) -> TargetInfo:
@@ -148,6 +158,7 @@ class SpdkTarget(NvmfTarget):
         """See `Target.teardown_all`. Nothing of an earlier daemon is under way: regions are cleared by it, not here."""
         async with self._shape:
             self._looks.clear()
+            await self._clear_private()
             for nqn, subsystem in (await self._mine()).items():
                 names = hosts_of(subsystem) | {one["hostnqn"] for one in await self._controllers(nqn)}
                 for name in sorted(names):
@@ -245,40 +256,85 @@ class SpdkTarget(NvmfTarget):
 
         Only for bdevs that no kernel can reach.
         """
-        private: str | None = None
         async with self._shape:
-            found = await self._served_at(bdev)
-            if found is None:
-                private = self.subsystem_nqn("").rstrip(":")
-                await self._ensure(private)
-                wanted = {"bdev_name": bdev, "no_auto_visible": True}
-                nsid = await self._rpc.call("nvmf_subsystem_add_ns", {"nqn": private, "namespace": wanted})
-                found = private, int(nsid)
+            found = await self._let_in(bdev)
+        if found is not None:
+            async with self._as_host(*found) as host:
+                yield host
+            return
+        async with self._private_use:
+            async with self._shape:
+                found = await self._let_in(bdev) or await self._open_private(bdev)
             nqn, nsid = found
-            if nqn in self._unsettled:
-                await self._expel(nqn, self._self.nqn, allowed=True)
-                self._unsettled.discard(nqn)
-            subsystem = await self._subsystem(nqn)
-            if subsystem is None or self._self.nqn not in hosts_of(subsystem):
-                await self._allow(nqn, self._self.nqn)
-            await self._rpc.call("nvmf_ns_add_host", {"nqn": nqn, "nsid": nsid, "host": self._self.nqn})
-            where = EndpointInfo(TRANSPORT.lower(), self._address, self._port, nqn)
+            try:
+                async with self._as_host(nqn, nsid) as host:
+                    yield host
+            finally:
+                if nqn == self._private:
+                    with suppress(ForebayError):  # what stays there is cleared before anything needs its bdev
+                        await self._rpc.call("nvmf_subsystem_remove_ns", {"nqn": nqn, "nsid": nsid})
+
+    @asynccontextmanager
+    async def _as_host(self, nqn: str, nsid: int) -> AsyncIterator[NodeHost]:
+        where = EndpointInfo(TRANSPORT.lower(), self._address, self._port, nqn)
         try:
             async with NodeHost.connected(where, self._self, nsid, self._timeout_s) as host:
                 yield host
         except BaseException:
             self._unsettled.add(nqn)  # a deallocate may still be under way: it has to end before anything else begins
             raise
-        finally:
-            if private is not None:
-                await self._rpc.call("nvmf_subsystem_remove_ns", {"nqn": private, "nsid": nsid})
+
+    async def _let_in(self, bdev: str) -> tuple[str, int] | None:
+        """Where a bdev is served, and the node itself may use it; None if it is not served."""
+        found = await self._served_at(bdev)
+        if found is None:
+            return None
+        nqn, nsid = found
+        if nqn in self._unsettled:
+            await self._expel(nqn, self._self.nqn, allowed=True)
+            self._unsettled.discard(nqn)
+        subsystem = await self._subsystem(nqn)
+        if subsystem is None or self._self.nqn not in hosts_of(subsystem):
+            await self._allow(nqn, self._self.nqn)
+        await self._rpc.call("nvmf_ns_add_host", {"nqn": nqn, "nsid": nsid, "host": self._self.nqn})
+        return found
+
+    @property
+    def _private(self) -> str:
+        """The subsystem in which the node alone sees what is not served."""
+        return self.subsystem_nqn("").rstrip(":")
+
+    async def _open_private(self, bdev: str) -> tuple[str, int]:
+        """Have a bdev in the node's own subsystem, and nothing else: as where it is served."""
+        nqn = self._private
+        await self._clear_private()
+        await self._ensure(nqn)
+        await self._allow(nqn, self._self.nqn)
+        wanted = {"bdev_name": bdev, "no_auto_visible": True}
+        nsid = int(await self._rpc.call("nvmf_subsystem_add_ns", {"nqn": nqn, "namespace": wanted}))
+        await self._rpc.call("nvmf_ns_add_host", {"nqn": nqn, "nsid": nsid, "host": self._self.nqn})
+        return nqn, nsid
+
+    async def _clear_private(self) -> None:
+        """End what an earlier daemon, or a call that failed, left in the node's own subsystem.
+
+        A bdev that is there cannot be served, and a command that is under way there would arrive late.
+        """
+        nqn = self._private
+        subsystem = await self._subsystem(nqn)
+        if subsystem is None:
+            return
+        allowed = hosts_of(subsystem)
+        for name in sorted(allowed | {one["hostnqn"] for one in await self._controllers(nqn)}):
+            await self._expel(nqn, name, allowed=name in allowed)
+        for one in subsystem["namespaces"]:
+            await self._rpc.call("nvmf_subsystem_remove_ns", {"nqn": nqn, "nsid": one["nsid"]})
 
     async def _served_at(self, bdev: str) -> tuple[str, int] | None:
         """Subsystem and NSID of a bdev of this node's, if it is served."""
         self._aliases = await self.stores.aliases()
-        prefix = self.subsystem_nqn("").rstrip(":")
-        for subsystem in await self._rpc.call("nvmf_get_subsystems"):
-            for one in subsystem.get("namespaces", ()) if subsystem["nqn"].startswith(prefix) else ():
+        for subsystem in (await self._mine()).values():
+            for one in subsystem["namespaces"]:
                 if self._aliases.get(one["bdev_name"], one["bdev_name"]) == bdev:
                     listener = next(iter(subsystem["listen_addresses"]), None)
                     if listener is not None:
@@ -388,6 +444,8 @@ class SpdkTarget(NvmfTarget):
     async def _add_bdev(self, spec: VolumeSpec) -> None:
         name = self._bdev_name(spec)
         if self.stores.store_of(spec.path) is not None:
+            if not self._private_use.locked():
+                await self._clear_private()
             (known,) = await self._rpc.call("bdev_get_bdevs", {"name": name})
             return await self._limit(name, known)
         try:

@@ -207,6 +207,45 @@ async def test_a_driver_that_finds_it_running(tmp_path: Path, kind: str) -> None
         await again.close()
 
 
+async def test_what_a_killed_daemon_left_in_the_nodes_own_subsystem(tmp_path: Path) -> None:
+    """A command of it would arrive late, and a volume that is there could not be served."""
+    async with rigged(tmp_path, "aio") as rig:
+        assert rig.drive is not None
+        one, two = await rig.volume(1), await rig.volume(2)
+        again = SpdkTarget(
+            JsonRpcClient(rig.supervisor.socket), node=NODE.hex()[:16], port=rig.target._port, stores=[rig.drive]
+        )
+        private = {"nqn": again.subsystem_nqn("").rstrip(":")}
+        async with rig.target.io(one.path) as host:
+            assert len(await rig.rpc.call("nvmf_subsystem_get_controllers", private)) == 1
+            await again.teardown_all(2)
+            assert await rig.rpc.call("nvmf_subsystem_get_controllers", private) == []
+            with pytest.raises(Unavailable):
+                await host.read(0, LBA_BYTES)
+        # and one that could not take its way back, in the same daemon
+        await rig.rpc.call("nvmf_subsystem_add_ns", private | {"namespace": {"bdev_name": one.path}})
+        async with again.io(two.path) as host:
+            assert len(await host.read(0, LBA_BYTES)) == LBA_BYTES
+        await rig.rpc.call("nvmf_subsystem_add_ns", private | {"namespace": {"bdev_name": one.path}})
+        assert await again.reconcile([one, two], []) == [
+            f"volume {number} is not served as it should be" for number in (1, 2)
+        ]
+        await again.close()
+
+
+async def test_the_node_uses_one_volume_that_is_not_served_at_a_time(tmp_path: Path) -> None:
+    async with rigged(tmp_path, "aio") as rig:
+        paths = [(await rig.volume(number)).path for number in (1, 1, 2)]
+
+        async def use(path: str) -> int:
+            async with rig.target.io(path) as host:
+                for _ in range(20):
+                    await host.read(0, LBA_BYTES)
+                return len(await host.read(0, LBA_BYTES))
+
+        assert await asyncio.gather(*map(use, paths)) == [LBA_BYTES] * 3
+
+
 async def test_limits_of_a_volume(tmp_path: Path) -> None:
     async with rigged(tmp_path, "file", qos=QosLimits(5000, 8 << 20, 16 << 20)) as rig:
         (one,) = await served(rig, 1)
