@@ -210,7 +210,13 @@ class NvmfTarget(Target):
 
     async def add_host(self, tenant: str, host: HostIdentity, volumes: Sequence[VolumeSpec]) -> None:
         async with self._shape:
-            await self._add_host(tenant, host, volumes)
+            known = host.nqn in self._provers
+            try:
+                await self._add_host(tenant, host, volumes)
+            except BaseException:
+                if not known and self._provers.pop(host.nqn, None) is not None and self._keys is not None:
+                    self._keys.forget(host.nqn)  # nobody was told; what the target has goes with the next `reconcile`
+                raise
 
     async def _add_host(self, tenant: str, host: HostIdentity, volumes: Sequence[VolumeSpec]) -> None:
         nqn = self.subsystem_nqn(tenant)
@@ -286,10 +292,10 @@ class NvmfTarget(Target):
         self._provers.pop(name, None)
         if self._keys is None:
             return
+        await asyncio.to_thread(self._keys.forget, name)
         for key in self._keys.names(name):
             with suppress(NotFound):
                 await self._rpc.call("keyring_file_remove_key", {"name": key})
-        await asyncio.to_thread(self._keys.forget, name)
 
     async def _forget_strangers(self, hosts: Sequence[HostView]) -> None:
         """Remove the keys that an earlier daemon gave the target for hosts that are no more."""
@@ -472,7 +478,7 @@ class NvmfTarget(Target):
         return all(_listener(subsystem, transport, address) is not None for transport, address in wanted)
 
     async def _ensure_transports(self) -> None:
-        known = {one.get("trtype") for one in await self._rpc.call("nvmf_get_transports")}
+        known = await self._transports()
         for transport in dict.fromkeys([TRANSPORT, *(one.transport for one in self._listeners)]):
             if transport in known:
                 continue
@@ -483,7 +489,14 @@ class NvmfTarget(Target):
                 "max_queue_depth": self._limits.queue_depth,
                 "max_io_qpairs_per_ctrlr": self._limits.queues_per_controller,
             }
-            await self._rpc.call("nvmf_create_transport", values)
+            try:
+                await self._rpc.call("nvmf_create_transport", values)
+            except TargetFailed:  # another node on the same target was faster
+                if transport not in await self._transports():
+                    raise
+
+    async def _transports(self) -> set[str]:
+        return {one["trtype"] for one in await self._rpc.call("nvmf_get_transports")}
 
     async def _listen(self, nqn: str, subsystem: dict[str, Any]) -> None:
         for one in self._listeners:

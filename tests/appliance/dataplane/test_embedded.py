@@ -16,6 +16,7 @@ import pytest
 from spdk.rpc.client import JSONRPCClient  # type: ignore[import-untyped]
 
 from forebay.appliance.dataplane.embedded import EmbeddedTarget
+from forebay.appliance.dataplane.host_keys import HostKeyFiles
 from forebay.appliance.dataplane.interface import Barrier, HostView, IoStats, VolumeSpec, WriteGrant
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.subsystems import TransportLimits
@@ -23,6 +24,7 @@ from forebay.appliance.dataplane.supervisor import Supervisor, SupervisorTimes
 from forebay.checksum import crc32c
 from forebay.errors import AlreadyExists, NoSpace, NotFound, TargetRefused, Unavailable, VolumeMismatch
 from forebay.ids import Extent, GrantId, HostIdentity, VolumeId
+from forebay.nvmetcp.secret import HostSecrets, Secret
 
 NODE = bytes(range(16))
 REGION = 64 << 20
@@ -564,3 +566,34 @@ async def test_a_stopped_target_is_unavailable_in_time_and_one_that_follows_serv
                 await asyncio.sleep(0.01)
         assert await rig.target.barrier(rig.volume()) is Barrier.FLUSHED
         await impatient.close()
+
+
+async def test_secrets_of_a_host_that_could_not_be_let_in_are_kept_by_nobody(tmp_path: Path) -> None:
+    async with rigged(tmp_path, keys=HostKeyFiles(tmp_path / "keys", NODE.hex())) as rig:
+        one, absent = rig.volume(1), rig.volume(2)
+        await rig.target.add_volume(one)
+        let_in, refused = (replace(host(n), secrets=HostSecrets(Secret.generate())) for n in "ab")
+        await rig.target.add_host("acme", let_in, [one])
+        with pytest.raises(NotFound):
+            await rig.target.add_host("acme", refused, [one, absent])
+        with pytest.raises(NotFound):  # one that was let in before keeps its own
+            await rig.target.add_host("acme", let_in, [one, absent])
+        assert [file.name.rpartition("-")[2] for file in (tmp_path / "keys").iterdir()] == ["a"]
+        await rig.target.reconcile([one], [HostView("acme", let_in, (one,))])
+        assert [key["name"].rpartition("-")[2] for key in await rig.rpc.call("keyring_get_keys")] == ["a"]
+
+
+async def test_another_node_makes_the_transport_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rigged(tmp_path) as rig:
+        real = rig.target._rpc.call
+
+        async def call(method: str, params: Mapping[str, Any] | None = None, **options: Any) -> Any:
+            if method == "nvmf_create_transport":
+                await rig.rpc.call(method, {"trtype": "TCP"})
+            return await real(method, params, **options)
+
+        monkeypatch.setattr(rig.target._rpc, "call", call)
+        await rig.target.add_volume(rig.volume(1))
+        assert (await rig.target.endpoint("acme")).port
