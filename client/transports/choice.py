@@ -219,6 +219,8 @@ class Choice(Transport):
         for nsid in sorted(self._nguids):
             instead: dict[str, str] = {}
             way = self._select(nsid)
+            if way is not None and isinstance(way.transport, BlockDeviceTransport) and not way.transport.path(nsid):
+                way = None  # it is the only one that is allowed, and there is no such device
             for other in self._ways:
                 if other is way:
                     break
@@ -384,13 +386,15 @@ class Choice(Transport):
                 before = self._told.get(one.nsid)
                 self._told[one.nsid] = one.transport
                 fell = before is not None and before in one.instead_of
-                if fell and not self._closed:
+                if fell and one.transport != "none" and not self._closed:
                     self._fallbacks[str(before)] += 1
             if before != one.transport and not self._closed:
                 why = "".join(f"; {name}: {one.instead_of[name]}" for name in names if name in one.instead_of)
                 nqn = self._offer.subsystem_nqn
-                level = logging.WARNING if fell else logging.INFO
-                _log.log(level, "NSID %d of %s is read by %s (%s)%s", one.nsid, nqn, one.transport, one.place, why)
+                reached = one.transport != "none"
+                how = f"read by {one.transport} ({one.place})" if reached else "not reached by what is allowed here"
+                level = logging.WARNING if fell or not reached else logging.INFO
+                _log.log(level, "NSID %d of %s is %s%s", one.nsid, nqn, how, why)
 
 
 def _is_broken(error: ForebayError | None) -> bool:

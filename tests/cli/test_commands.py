@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from forebay.cli.demo.node import DemoNode
-from forebay.cli.exits import ABSENT, REFUSED, UNAVAILABLE, USAGE
+from forebay.cli.exits import ABSENT, OK, REFUSED, UNAVAILABLE, USAGE
 from forebay.cli.main import run
 from forebay.client import Client, ClientOptions, StatResult, connect
 from forebay.measure.machine import file_system
@@ -152,11 +152,26 @@ def test_stat(forebay: Shell, tmp_path: Path) -> None:
     assert forebay.json("stat", "s", "--transport", "tcp")["keys"][0]["transport"] == "tcp"
 
 
+@pytest.mark.parametrize(("kind", "why"), [("rdma", "the node offers no NVMe/RDMA"), ("block", "is it connected?")])
+def test_what_no_transport_reaches_is_said(
+    forebay: Shell, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, why: str
+) -> None:
+    """In one line: neither node nor drive is to blame, and no device is shown that is not there."""
+    put(forebay, tmp_path, "no-way", value=b"x" * 5000)
+    capsys.readouterr()
+    assert run(["get", "no-way", str(tmp_path / "got"), "--transport", kind]) == UNAVAILABLE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no transport that is allowed here reaches volume" in line
+    assert f"not by {kind}: " in line and why in line
+    assert f"read by  no transport; not by {kind}: " in forebay("stat", "no-way", "--transport", kind)
+    assert forebay.json("stat", "no-way", "--transport", kind)["keys"][0]["transport"] == "none"
+    wrote = run(["put", "no-way-either", str(tmp_path / "value"), "--transport", kind])
+    assert wrote == (OK if kind == "block" else UNAVAILABLE)  # which only reads: what writes is another
+
+
 def test_one_kind_of_transport_alone(forebay: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no such way here, so nothing is read; the same by the environment."""
     put(forebay, tmp_path, "one-kind", value=b"x" * 5000)
-    assert run(["get", "one-kind", str(tmp_path / "got"), "--transport", "rdma"]) == UNAVAILABLE
-    assert run(["get", "one-kind", str(tmp_path / "got"), "--transport", "block"]) == UNAVAILABLE
     monkeypatch.setenv("FOREBAY_TRANSPORT", "rdma")
     assert run(["get", "one-kind", str(tmp_path / "got")]) == UNAVAILABLE
     assert run(["get", "one-kind", str(tmp_path / "got"), "--transport", "auto"]) == 0

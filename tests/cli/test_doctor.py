@@ -166,6 +166,14 @@ def test_a_running_node(forebay: Shell, node: DemoNode) -> None:
     assert about is not None and about["grpc"] == node.url.removeprefix("forebay://")
 
 
+@pytest.mark.parametrize("kind", ["block", "rdma"])
+def test_a_node_that_the_one_kind_allowed_does_not_reach(forebay: Shell, kind: str) -> None:
+    found = forebay.json("doctor", "--transport", kind, code=1)
+    by_name = {check["check"]: check for check in found["checks"]}
+    assert by_name["block data"]["level"] == by_name["transport"]["level"] == "fail"
+    assert f"is not reached; not by {kind}: " in by_name["transport"]["what"]
+
+
 def test_a_volume_that_no_transport_reaches() -> None:
     ways = [VolumeTransport(1, "block", "/dev/nvme0n1", {}), VolumeTransport(2, "none", "", {"rdma": "no devices"})]
     assert levels(network.check_transports(ways)) == ["ok", "fail"]

@@ -36,13 +36,13 @@ from forebay.cli.keys import hex_option, key_fields, parse_key, parse_keys, said
 from forebay.cli.keyspaces import elsewhere_fields, show_elsewhere
 from forebay.cli.sizes import format_duration, format_size, format_time
 from forebay.cli.teaching import Command
-from forebay.errors import InvalidArgument, ValueSize
+from forebay.errors import ForebayError, InvalidArgument, Unavailable, ValueSize
 from forebay.ids import MAX_VALUE_BYTES, BlockKey
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from forebay.client import VolumeTransport
+    from forebay.client import Client, VolumeTransport
 
 __all__ = ["COMMANDS", "print_value"]
 
@@ -192,8 +192,8 @@ def put(session: Session, key: str, file: str, as_hex: bool) -> int:
     name, value = parse_key(key, as_hex), _read_value(file)
     with session.client() as client, _busy(f"storing {format_size(len(value))}", len(value)):
         result = client.put([name], [value])[0]
-    if not result.stored and not result.present:
-        raise error_of(result.reason, f"{show_key(name)} was not stored: {result.reason}")
+        if not result.stored and not result.present:
+            raise _failed(client, result.reason, f"{show_key(name)} was not stored: {result.reason}")
     document = {**key_fields(name), "stored": result.stored, "present": result.present, "length_bytes": len(value)}
 
     def human(out: Console) -> None:
@@ -228,9 +228,10 @@ def get(session: Session, key: str, file: str, as_hex: bool) -> int:
     name = parse_key(key, as_hex)
     with session.client() as client, _busy(f"reading {show_key(name)}", MAX_VALUE_BYTES):
         result = client.get([name])[0]
-    if not result.hit or result.value is None:
-        meant = _meant_hex([key], as_hex) if result.reason == "absent" else ""
-        raise error_of(result.reason, f"no value of {show_key(name)}: {result.reason}{meant and f' ({meant})'}")
+        if not result.hit or result.value is None:
+            meant = _meant_hex([key], as_hex) if result.reason == "absent" else ""
+            message = f"no value of {show_key(name)}: {result.reason}{meant and f' ({meant})'}"
+            raise _failed(client, result.reason, message)
     _write_value(result.value, file)
     return OK
 
@@ -319,7 +320,23 @@ def ls(session: Session, prefix: str, as_hex: bool, limit: int | None) -> int:
 
 
 def _way(way: VolumeTransport | None) -> str:
-    return "no transport" if way is None else f"{way.transport} ({way.place})"
+    if way is None or way.transport == "none":
+        return f"no transport{'' if way is None else _not_by(way)}"
+    return f"{way.transport} ({way.place})"
+
+
+def _not_by(way: VolumeTransport) -> str:
+    return "".join(f"; not by {name}: {why}" for name, why in way.instead_of.items())
+
+
+def _failed(client: Client, reason: str, message: str) -> ForebayError:
+    """The error of a value that was not moved: it says so where no way that is allowed here leads to a volume."""
+    if reason == "unavailable":
+        for way in client.transports():
+            if way.transport == "none":
+                where = f"no transport that is allowed here reaches volume {way.volume}{_not_by(way)}"
+                return Unavailable(f"{message}: {where}", field="transport")
+    return error_of(reason, message)
 
 
 @click.command(

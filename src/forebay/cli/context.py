@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -125,6 +126,10 @@ class Session:
         url, token = self.locate()
         from forebay.client import ClientOptions, connect
 
+        if not (log := logging.getLogger("forebay.client")).handlers:
+            log.addHandler(
+                logging.NullHandler()
+            )  # what it says is in the command's own answer, or its one line of error
         connect_ms = self.timeout_ms or _CONNECT_MS
         options = ClientOptions(deadline_ms=self.timeout_ms or _CALL_MS, connect_ms=connect_ms, attempt_ms=connect_ms)
         if self.transport is not None:

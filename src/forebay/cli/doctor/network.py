@@ -165,6 +165,7 @@ def _block(session: Session) -> Iterator[Finding]:
                     yield fail(
                         check, f"a block was not stored: {stored.reason}", "`forebay help misses` says what to do"
                     )
+                    yield from check_transports(client.transports(deadline_ms=_PROBE_MS))
                 return
             began = time.perf_counter()
             found = client.get([key], deadline_ms=_PROBE_MS)[0]
