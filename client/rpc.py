@@ -139,6 +139,7 @@ class Rpc:
     ) -> None:
         self.address = address
         self._clock = clock
+        self._process = os.getpid()
         self._attempt_ms = attempt_ms
         self._metadata = (("authorization", f"Bearer {token}"),)
         self._channel = grpc.insecure_channel(
@@ -152,6 +153,11 @@ class Rpc:
         self._streamed = _streamed(self.blocks) if streams else {}
         self._changing = threading.Lock()
         self._closed = threading.Event()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that it belongs to: the connections and threads are that one's."""
+        return os.getpid() != self._process
 
     def left_ms(self, deadline_ms: int) -> int:
         """Milliseconds to a deadline. Raises `DeadlineExceeded` when none are left."""
@@ -187,6 +193,7 @@ class Rpc:
             _set_deadline(request, self.left_ms(deadline_ms))
 
     def _once(self, method: grpc.UnaryUnaryMultiCallable[_Q, _A], request: _Q, deadline_ms: int) -> _A:
+        self._check_process()
         timeout_s = self.left_ms(deadline_ms) / 1000
         streamed = self._streamed.get(method)
         if streamed is not None:
@@ -231,6 +238,7 @@ class Rpc:
         started: Callable[[Callable[[], object]], None] = lambda cancel: None,
     ) -> Iterator[_A]:
         """One request, many answers; ``started`` is given what cancels it."""
+        self._check_process()
         timeout_s = None if deadline_ms is None else self.left_ms(deadline_ms) / 1000
         try:
             replies = method(request, timeout=timeout_s, metadata=self._named())
@@ -270,11 +278,17 @@ class Rpc:
     def _too_late(self, timeout_s: float) -> ForebayError:
         return DeadlineExceeded(f"the node at {self.address} did not answer within {timeout_s:.1f} s")
 
+    def _check_process(self) -> None:
+        if self.forked:
+            raise Unavailable("this client belongs to the process that was forked: make one here, or join its session")
+
     def _is_closed(self) -> ForebayError:
         return Unavailable(f"the channel to {self.address} is closed")
 
     def close(self) -> None:
-        """Close the channel; calls under way end as `Unavailable`."""
+        """Close the channel; calls under way end as `Unavailable`. In a forked process it does nothing."""
+        if self.forked:
+            return
         self._closed.set()
         self._stream.close()
         self._channel.close()

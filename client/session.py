@@ -227,7 +227,12 @@ class Session:
             self._wake.notify_all()
 
     def close(self, *, quiesced: bool) -> None:
-        """End the session if this process opened it, and every connection. Idempotent."""
+        """End the session if this process opened it, and every connection. Idempotent.
+
+        In a forked process it does nothing: all of it is the other's, and threads that are not here may hold its locks.
+        """
+        if self.rpc.forked:
+            return
         with self._wake:
             if self._closed:
                 return
