@@ -14,7 +14,7 @@ import re
 import socket
 import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ __all__ = [
     "TargetConfig",
     "TraceConfig",
     "load",
+    "overruled",
     "render_markdown",
     "render_toml",
 ]
@@ -490,6 +491,22 @@ def load(
     return _checked(_assemble(values, tuple(drives)))
 
 
+def overruled(path: Path, *, environ: Mapping[str, str] | None = None, typed: Collection[str] = ()) -> list[str]:
+    """Keys of a file that a variable of the environment goes before, in words; ``typed`` are those that flags give."""
+    environ = os.environ if environ is None else environ
+    tables = _read_file(path)
+    found = []
+    sections: dict[str, type[Any]] = {"": Config, **SECTIONS}
+    for section, cls in sections.items():
+        table = tables.get(section, {}) if section else tables
+        for key in _keys(cls):
+            name = f"{section}.{key}" if section else key
+            variable = ENVIRONMENT_PREFIX + name.replace(".", "_").upper()
+            if key in table and environ.get(variable) and name not in typed:
+                found.append(f"{variable} is set and goes before {name} of {path}")
+    return found
+
+
 def _tables(value: Any, source: str) -> list[Any]:
     if not isinstance(value, list):
         raise ConfigInvalid(f"drives of {source} must be [[drives]] tables", field="drives")
@@ -624,7 +641,8 @@ PAGE = f"""# Configuration
 
 `forebay serve --config FILE` reads a TOML file; every key has a default, so there need be none. A flag overrides an
 environment variable, that overrides the file, and that the default. Keys that are not known are refused.
-`forebay serve --print-config` shows what is in force, in a form that can be saved as a file.
+`forebay serve --print-config` shows what is in force, in a form that can be saved as a file. `forebay serve` and
+`forebay doctor` say so where a variable, such as a `FOREBAY_DATA` of the shell, goes before a key of the file.
 
 Sizes are written `64GiB` (2^30) or `64GB` (10^9), durations `500ms`, `10s`, `2m`, `1h`. Relative paths start from the
 file's directory in a file, from the current directory elsewhere.

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.appliance.config import Config, load, render_markdown, render_toml
+from forebay.appliance.config import Config, load, overruled, render_markdown, render_toml
 from forebay.appliance.settings import (
     Endpoint,
     format_duration,
@@ -201,3 +201,18 @@ def test_attached_hosts_are_a_list_or_one_text(tmp_path: Path) -> None:
     for wrong in ("7", f'["{nqn}"]', '["acme/host"]', '["acme/nqn.2026-01.a b"]', "[1]"):
         error = refused(tmp_path, f"[target]\nattached_hosts = {wrong}\n")
         assert error.field == "target.attached_hosts"
+
+
+def test_what_goes_before_the_file_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "forebay.toml"
+    path.write_text('data = "here"\n[target]\nlisten = "127.0.0.1:1"\n')
+    environ = {
+        "FOREBAY_DATA": "/there",
+        "FOREBAY_TARGET_LISTEN": "127.0.0.1:2",
+        "FOREBAY_GRPC_LISTEN": "127.0.0.1:3",  # of which the file says nothing
+    }
+    data, listen = overruled(path, environ=environ)
+    assert "FOREBAY_DATA" in data and "data of" in data
+    assert "FOREBAY_TARGET_LISTEN" in listen and "target.listen of" in listen
+    assert overruled(path, environ=environ, typed={"data"}) == [listen]
+    assert overruled(path, environ={"FOREBAY_DATA": ""}) == []  # set to nothing is not set

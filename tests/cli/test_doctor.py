@@ -358,3 +358,22 @@ class TestSpdk:
         assert levels(found) == ["ok", "fail", "fail", "fail", "ok", "fail", "warn", "warn", "warn"]
         found = list(spdk.check_spdk(self.config(tmp_path, text.format("false")), root=root))[2:]
         assert (found[0].level, found[0].fix) == ("fail", "nvmf_tgt.hugepages = true")
+
+
+def test_a_variable_that_goes_before_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a FOREBAY_DATA of an earlier node, in the same shell: serve and doctor say it, unless a flag overrules both."""
+    path = tmp_path / "forebay.toml"
+    path.write_text(f'data = "{tmp_path}/of-file"\n')
+    monkeypatch.setenv("FOREBAY_DATA", str(tmp_path / "of-shell"))
+    said = "FOREBAY_DATA is set and goes before data of"
+    assert run(["serve", "--config", str(path), "--print-config"]) == OK
+    printed = capsys.readouterr()
+    assert said in printed.err and "of-shell" in printed.out
+    run(["doctor", "--config", str(path), "--json"])
+    assert any(said in check["what"] for check in json.loads(capsys.readouterr().out)["checks"])
+    assert run(["serve", "--config", str(path), "--print-config", "--data", str(tmp_path / "typed")]) == OK
+    assert said not in capsys.readouterr().err
+    run(["doctor", "--config", str(path), "--json", "--data", str(tmp_path / "typed")])
+    assert not any(said in check["what"] for check in json.loads(capsys.readouterr().out)["checks"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,12 +88,15 @@ def serve(
     environment variables, those over the file. A data directory that is in use, newer than this version or short of
     its capacity is refused.
     """
-    from forebay.appliance.config import load, render_toml
+    from forebay.appliance.config import load, overruled, render_toml
 
     if data:
         session.data_source = ""  # typed here, whatever the environment says
     flags = {"data": data or session.data, "capacity": capacity, "grpc.listen": listen, "target.listen": target_listen}
     settings = load(config, flags=flags)
+    if config is not None:
+        for line in overruled(config, typed=_typed(session, flags)):
+            click.echo(f"forebay: {line}", err=True)
     if print_config:
         click.echo(render_toml(settings), nl=False)
         return OK
@@ -105,6 +109,12 @@ def serve(
         if e.field != "target.listen":
             raise
         raise ConfigInvalid(e.message, field=e.field) from None  # as of the other two addresses
+
+
+def _typed(session: Session, flags: Mapping[str, Any]) -> set[str]:
+    """Keys that were given on the command line, and not by the environment."""
+    given = {name for name, value in flags.items() if value is not None}
+    return given - {"data"} if session.data_source else given
 
 
 @click.command(

@@ -25,6 +25,14 @@ UNWELL = 1
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
+def _overruled(config: Path, session: Session) -> Iterator[Finding]:
+    from forebay.appliance.config import overruled
+    from forebay.cli.doctor.finding import warn
+
+    for line in overruled(config, typed={"data"} if session.data and not session.data_source else ()):
+        yield warn("config", line, "unset it, or leave the key out of the file")
+
+
 def _findings(session: Session, config: Config, schema: Path | None) -> Iterator[Finding]:
     from forebay.cli.doctor import hashes, machine, network, spdk, storage
 
@@ -88,9 +96,10 @@ def doctor(session: Session, config: Path | None, schema: Path | None) -> int:
     from forebay.appliance.config import load
 
     settings = load(config, flags={"data": session.data})
+    found = [] if config is None else list(_overruled(config, session))
     if session.data is None:
         session.data = str(settings.data)
-    found = list(_findings(session, settings, schema))
+    found += _findings(session, settings, schema)
     well = all(finding.level != "fail" for finding in found)
 
     def human(out: Console) -> None:
