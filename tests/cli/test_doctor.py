@@ -363,7 +363,7 @@ class TestSpdk:
 def test_a_variable_that_goes_before_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a FOREBAY_DATA of an earlier node, in the same shell: serve and doctor say it, unless a flag overrules both."""
+    """As a FOREBAY_DATA of an earlier node, in the same shell: serve and doctor tell, unless a flag overrules both."""
     path = tmp_path / "forebay.toml"
     path.write_text(f'data = "{tmp_path}/of-file"\n')
     monkeypatch.setenv("FOREBAY_DATA", str(tmp_path / "of-shell"))
