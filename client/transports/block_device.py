@@ -392,13 +392,7 @@ def _job(request: Request, disk: Disk) -> Job[memoryview]:
     size_bytes, offset_bytes = request.length_bytes, request.offset_bytes
 
     def read(buffer: memoryview) -> None:
-        with disk.using() as fd:
-            done = 0
-            while done < size_bytes:
-                got = os.preadv(fd, [buffer[done:size_bytes]], offset_bytes + done)
-                if not got:
-                    raise Unavailable(f"{disk.path} ended at {offset_bytes + done}")
-                done += got
+        disk.read(buffer[:size_bytes], offset_bytes)
 
     def write(buffer: memoryview) -> None:
         with disk.using() as fd:

@@ -83,6 +83,22 @@ class Disk:
         finally:
             self._left()
 
+    def read(self, into: memoryview, offset_bytes: int) -> None:
+        """Fill aligned memory. Raises `OSError`, and `Unavailable` where it ended or was taken away meanwhile."""
+        done = 0
+        with self.using() as fd:
+            while done < len(into):
+                try:
+                    got = os.preadv(fd, [into[done:]], offset_bytes + done)
+                except OSError as e:
+                    # Commands under way in a device that goes end as on a bad medium; what is gone has no size.
+                    if e.errno == errno.EIO and not os.lseek(fd, 0, os.SEEK_END):
+                        raise Unavailable(f"{self.path} was taken away") from e
+                    raise
+                if not got:
+                    raise Unavailable(f"{self.path} ended at {offset_bytes + done}")
+                done += got
+
     def _left(self) -> None:
         with self._lock:
             self._users -= 1

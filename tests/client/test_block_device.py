@@ -1,5 +1,6 @@
 """Reads by block device, on a real one (a loop device): conformance, identity, and reads that do not come back."""
 
+import errno
 import fcntl
 import mmap
 import os
@@ -406,6 +407,24 @@ def test_what_the_drive_fails_spoils_no_neighbour(device: Device, monkeypatch: p
     first, second, third = [o.error for o in transport.read(ops, now_ms() + LONG_MS)]
     assert first is None and third is None
     assert isinstance(second, TargetFailed)
+    transport.close()
+
+
+@pytest.mark.parametrize(("size_bytes", "kind"), [(SIZE_BYTES, TargetFailed), (0, Unavailable)])
+def test_a_read_under_way_in_a_device_that_goes_is_no_bad_medium(
+    device: Device, monkeypatch: pytest.MonkeyPatch, size_bytes: int, kind: type[ForebayError]
+) -> None:
+    """Linux ends it with EIO, as one of a bad medium, which is no reason to go another way."""
+
+    def failing(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    transport = device.transport()
+    transport.connect(now_ms() + LONG_MS)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", failing)
+        patched.setattr(os, "lseek", lambda *_: size_bytes)
+        assert type(read(transport, bytearray(4096))) is kind
     transport.close()
 
 
