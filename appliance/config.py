@@ -168,7 +168,7 @@ class TargetConfig:
         (),
         "NVMe hosts that may attach a tenant's volumes as block devices (`nvme connect`): machines on which clients "
         "read that way (docs/transports.md). Such a host reads every byte of the tenant's volumes, whatever the rights "
-        "of who uses it; it never has a grant to write.",
+        "of who uses it; it never has a grant to write, which SPDK's target asks nobody for.",
     )
     authentication: str = setting(
         "authentication",

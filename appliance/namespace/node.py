@@ -204,7 +204,7 @@ class Node:
         return differences
 
     def _attached(self) -> list[HostView]:
-        """What hosts that belong to no session see: they are in no grant, so they read and never write."""
+        """What hosts that belong to no session see: they are in no grant, and only read where the target fences."""
         seen = []
         for tenant, nqn in self.limits.attached_hosts:
             volumes = tuple([spec for spec in self.engine.space.specs.values() if spec.tenant == tenant])
