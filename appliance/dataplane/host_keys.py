@@ -35,9 +35,10 @@ class HostKeyFiles:
         return found
 
     def _write(self, name: str, secret: Secret) -> Path:
-        path = self._directory / name
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        path, unfinished = self._directory / name, self._directory / f"{name}.new"
+        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(secret.text())
+        unfinished.rename(path)  # SPDK may be reading what was written there before
         return path
 
     def names(self, nqn: str) -> tuple[str, str]:
