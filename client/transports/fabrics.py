@@ -276,7 +276,7 @@ class FabricsTransport(Transport):
     def _feed(self, pairs: Sequence[IoQueue], pending: deque[Request]) -> None:
         """Give each queue commands, the emptiest first, up to `FabricsOptions.queue_bytes`."""
         while pending:
-            pair = min(pairs, key=_load)
+            pair = min(pairs, key=lambda one: one.bytes_in_flight)
             if not pair.takes(pending[0]) or (pair.in_flight and pair.bytes_in_flight >= self._options.queue_bytes):
                 return
             pair.submit(pending.popleft())
@@ -353,6 +353,7 @@ class FabricsTransport(Transport):
             pair = association.controller.open_queue(association.open, deadline_ms)
             with self._changed:
                 association.open.add(pair.queue_id)
+                self._failures = 0  # not before: a target may take a controller, and no queue of it
         return pair
 
     def _check_in(self, association: _Association, held: Sequence[IoQueue]) -> None:
@@ -399,7 +400,6 @@ class FabricsTransport(Transport):
                     raise Unavailable("the transport is closed")
                 self._association = association
                 self._associations += 1
-                self._failures = 0
             return association
 
     def _standing(self) -> _Association | None:
@@ -446,7 +446,3 @@ class FabricsTransport(Transport):
             yield
         finally:
             self._dialling.release()
-
-
-def _load(pair: IoQueue) -> int:
-    return pair.bytes_in_flight

@@ -27,7 +27,7 @@ from forebay.errors import (
 )
 from forebay.nvmetcp import pdu
 from forebay.nvmetcp.command import Command
-from forebay.nvmetcp.spec import DNR, AdminOpcode, FatalError, PduType, Status
+from forebay.nvmetcp.spec import DNR, AdminOpcode, FabricsType, FatalError, PduType, Status
 from tests.client.conftest import eventually, new_host, now_ms
 from tests.client.peer import NGUID, NQN, Link, Peer, truth
 
@@ -558,6 +558,30 @@ def test_back_off_grows_and_is_bounded() -> None:
         waits.append(transport.state().retry_after_ms)
     assert max(waits) <= 40
     assert max(waits[-3:]) > max(waits[:3])
+    transport.close()
+
+
+def test_back_off_grows_where_controllers_are_taken_and_queues_are_not(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Link.fabrics
+
+    def fabrics(link: Link, command: Command, data: bytearray | None) -> None:
+        if command.fabrics_type == FabricsType.CONNECT and command.cdw10 >> 16:
+            link.respond(command.cid, Status.CONNECT_INVALID_HOST | DNR)
+        else:
+            real(link, command, data)
+
+    transport = transport_to(peer, backoff_ms=(1, 40))
+    with monkeypatch.context() as patched:
+        patched.setattr(Link, "fabrics", fabrics)
+        for failures in range(1, 8):
+            eventually(lambda: not transport.state().breaker_open, "the breaker to let one through")
+            assert isinstance(read(transport, bytearray(SIZE)).error, TargetRefused)
+            assert transport.state().failures == failures
+    eventually(lambda: not transport.state().breaker_open, "the breaker to let one through")
+    works(peer, transport)
+    assert transport.state().failures == 0
     transport.close()
 
 
