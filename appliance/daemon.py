@@ -375,7 +375,10 @@ class _Daemon:
                 await supervisor.detach()
             else:
                 if config.nvmf_tgt.socket is not None:
-                    await target.reconcile([], [])  # it goes on for others, without what is this node's
+                    try:
+                        await target.reconcile([], [])  # it goes on for others, without what is this node's
+                    except ForebayError as error:
+                        _log.warning("the target may keep what is this node's: %s", error)
                 await supervisor.stop()
         finally:
             await target.close()

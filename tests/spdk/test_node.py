@@ -179,6 +179,10 @@ def test_a_target_that_somebody_else_runs(tmp_path: Path) -> None:
         assert there(nodes[1], wanted)
         nodes[0].start()
         assert there(nodes[0], wanted)
+        tgt.kill()
+        tgt.wait(30)
+        nodes[0].process.terminate()
+        assert nodes[0].process.wait(60) == 0, "that the target went first is no failure of the node"
     finally:
         for node in nodes:
             node.stop()
