@@ -375,10 +375,12 @@ class Session:
     # --- the session's own thread -----------------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        try:
-            self._keep_going()
-        except Exception:  # the engine must live on; its session expires, and calls open a new one
-            _log.exception("the session's thread ended")
+        while not self._closed:
+            try:
+                self._keep_going()
+            except Exception:  # without it sessions expire, and leases are given back by nobody
+                _log.exception("the session's thread begins anew")
+                self.pause(_RETRY_MS[1])
 
     def _keep_going(self) -> None:
         failures = 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import socket
-import threading
 from typing import NamedTuple
 
+from forebay.client.threads import begin
 from forebay.errors import ConnectionLost, DeadlineExceeded
 
 __all__ = ["SocketAddress", "addresses_of"]
@@ -21,8 +21,8 @@ class SocketAddress(NamedTuple):
 def addresses_of(name: str, port: int, left_ms: int) -> list[SocketAddress]:
     """All addresses of ``name``, the best first; a numeric one is looked up nowhere.
 
-    Raises `ConnectionLost` where it has none, and `DeadlineExceeded` after ``left_ms``: the look-up goes on then, in a
-    thread that ends with it.
+    Raises `ConnectionLost` where it has none, `Unavailable` where no thread can ask, and `DeadlineExceeded` after
+    ``left_ms``: the look-up goes on then, in a thread that ends with it.
     """
     try:
         return _ask(name, port, socket.AI_NUMERICHOST)
@@ -36,9 +36,7 @@ def addresses_of(name: str, port: int, left_ms: int) -> list[SocketAddress]:
         except (OSError, UnicodeError) as e:  # the latter from names that no encoding of names has
             answers.append(e if isinstance(e, OSError) else OSError(str(e)))
 
-    thread = threading.Thread(target=ask, name="forebay-resolve", daemon=True)
-    thread.start()
-    thread.join(left_ms / 1000)
+    begin(ask, "forebay-resolve").join(left_ms / 1000)
     if not answers:
         raise DeadlineExceeded(f"looking up {name} took too long")
     if isinstance(answers[0], OSError):

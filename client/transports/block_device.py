@@ -338,7 +338,10 @@ class BlockDeviceTransport(Transport):
             if known.look is not None and not known.look.ended:
                 return Unavailable("an earlier look at the device has not come back")
             volume = VolumeIdentity(self._nqn, nsid, self._nguids.get(nsid, ""))
-            known.look = look = Look(self._machine, volume, local=self._local, writable=self._writable)
+            try:
+                known.look = look = Look(self._machine, volume, local=self._local, writable=self._writable)
+            except Unavailable as e:
+                return e
             try:
                 while not look.wait(min(_MAX_WAIT_S, (deadline_ms - self._clock.monotonic_ms()) / 1000)):
                     if self._closed or self._clock.monotonic_ms() >= deadline_ms:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from forebay.client.threads import begin
 from forebay.clock import Clock
 from forebay.errors import DeadlineExceeded, ForebayError, Unavailable
 
@@ -120,10 +121,10 @@ class BouncePool(Generic[_B]):
             # Threads that wait may have been woken for jobs of others, which are in the queue until they are taken.
             for _ in range(min(len(self._queue) - self._waiting, self._depth - self._threads)):
                 try:
-                    threading.Thread(target=self._serve, name=self._name, daemon=True).start()
-                except RuntimeError as e:  # the process has as many as it may
+                    begin(self._serve, self._name)
+                except Unavailable:
                     if not self._threads:
-                        raise Unavailable(f"no thread for reads can be started: {e}") from e
+                        raise
                     break
                 self._threads += 1
             self._work.notify(len(jobs))

@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 from uuid import UUID
 
+from forebay.client.threads import begin
 from forebay.client.transports.authentication import authenticate
 from forebay.client.transports.options import FabricsOptions
 from forebay.client.transports.queues import Dial, IoQueue
@@ -68,7 +69,7 @@ class Controller:
     def open(self, queues: int, deadline_ms: int) -> None:
         """Connect the admin queue and bring the controller up (Base §3.5.1), ready for ``queues`` I/O queues.
 
-        Raises `TargetRefused`, `ConnectionLost`, `ProtocolError`, `DeadlineExceeded`.
+        Raises `TargetRefused`, `ConnectionLost`, `ProtocolError`, `DeadlineExceeded`, `Unavailable`.
         """
         admin = self._dial(0, _ADMIN_ENTRIES, 0, deadline_ms)
         self._admin = admin
@@ -89,10 +90,10 @@ class Controller:
             wanted = (queues - 1) | (queues - 1) << 16
             granted = admin.execute(nvme.set_features(0, FeatureId.NUMBER_OF_QUEUES, wanted), deadline_ms)[0].result
             self._queues = min(granted & 0xFFFF, granted >> 16 & 0xFFFF) + 1
+            begin(self._keep_alive, "forebay-keep-alive")
         except BaseException:
             self.close()
             raise
-        threading.Thread(target=self._keep_alive, name="forebay-keep-alive", daemon=True).start()
 
     def _wait_ready(self, admin: IoQueue, deadline_ms: int) -> None:
         while True:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from forebay.client.threads import begin
 from forebay.errors import DeadlineExceeded, ForebayError, Unavailable, VolumeMismatch
 from forebay.ids import LBA_BYTES
 from forebay.volume_label import LABEL_BYTES, VolumeLabel
@@ -238,7 +239,7 @@ class Machine:
 class Look:
     """One look for a volume, in a thread that ends with it: most machines have no such device, and need none for long.
 
-    It has memory of its own, so that nobody has to wait for one that a device holds up.
+    It has memory of its own, so that nobody has to wait for one that a device holds up. Raises `Unavailable`.
     """
 
     def __init__(self, machine: Machine, volume: VolumeIdentity, *, local: bool, writable: bool) -> None:
@@ -250,8 +251,7 @@ class Look:
         self._over = threading.Event()
         self._left = False
         self._found: Disk | ForebayError = DeadlineExceeded("the device was not looked at before the deadline")
-        self._thread = threading.Thread(target=self._run, name="forebay-look", daemon=True)
-        self._thread.start()
+        self._thread = begin(self._run, "forebay-look")
 
     @property
     def ended(self) -> bool:

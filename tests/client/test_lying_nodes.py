@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from forebay.client import Client, ClientOptions, NvmeTcpOptions, StatResult, connect
+from forebay.client import Client, ClientOptions, NvmeTcpOptions, StatResult, connect, session
+from forebay.client.transports.choice import Choice
 from forebay.clock import ManualClock
 from forebay.errors import (
     Busy,
@@ -463,3 +465,20 @@ def test_watch_goes_on_where_it_was(node: ScriptedNode, client: Client) -> None:
         (2, 30, "stored"),
     ]
     assert [(r.log, r.after_sequence) for r in node.named("Watch")] == [(0, 0), (1, 10), (1, 20)]
+
+
+def test_the_sessions_thread_survives(node: ScriptedNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a library raises in it: without it there are no heartbeats, and leases are given back by nobody."""
+    raised = threading.Event()
+
+    def failing(*_: object) -> None:
+        raised.set()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(session, "_RETRY_MS", (10, 20))
+    with monkeypatch.context() as patched:
+        patched.setattr(Choice, "connect", failing)
+        client = node.connect()
+        assert raised.wait(30)
+    eventually(lambda: len(node.named("Heartbeat")) >= 2, "the heartbeat after the one that it died of")
+    client.close()

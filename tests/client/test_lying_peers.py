@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from forebay.checksum import crc32c
+from forebay.client.transports import controller
 from forebay.client.transports.base import Outcome, ReadOp, Segment, WriteOp
 from forebay.client.transports.controller import SubsystemAddress
 from forebay.client.transports.nvme_tcp import NvmeTcpTransport
@@ -539,6 +540,22 @@ def test_the_breaker_opens_and_closes(peer: Peer) -> None:
     assert isinstance(error, Unavailable)
     assert 0 < error.retry_after_ms <= 60_000
     assert len(peer.connects) == before, "it was not asked again"
+    transport.close()
+
+
+def test_an_association_that_cannot_be_kept_alive_is_closed(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may have no more threads: that is an answer, and leaves no connection."""
+
+    def none(*_: object) -> None:
+        raise Unavailable("no thread can be started")
+
+    transport = transport_to(peer)
+    with monkeypatch.context() as patched:
+        patched.setattr(controller, "begin", none)
+        assert isinstance(read(transport, bytearray(SIZE)).error, Unavailable)
+    eventually(lambda: all(link.sock.fileno() == -1 for link in peer.links), "the connection is closed")
+    eventually(lambda: not transport.state().breaker_open, "the breaker to let one through")
+    works(peer, transport)
     transport.close()
 
 
