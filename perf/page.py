@@ -64,8 +64,10 @@ def _summary(rows: Sequence[_Row]) -> str:
     aims += [row["cpu_met"] for row in rows if row.get("cpu_met") is not None]
     first, loads = rows[0], [row["load_1m"] for row in rows if "load_1m" in row]
     machine = ", ".join(f"{name} {value}" for name, value in first["machine"].items())
+    days = sorted({row["date"] for row in rows})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     busy = f"; load of one minute {min(loads):g} to {max(loads):g}" if loads else ""
-    return f"{sum(aims)} of {len(aims)} aims are met. Measured {first['date']} on {machine}{busy}."
+    return f"{sum(aims)} of {len(aims)} aims are met. Measured {when} on {machine}{busy}."
 
 
 def _table(rows: Sequence[_Row]) -> Iterator[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from forebay.client import Client, ClientOptions, connect
-from forebay.errors import ConfigInvalid
+from forebay.client.rpc import NodeAddress
+from forebay.errors import ConfigInvalid, InvalidArgument
 from forebay.ids import BlockKey
 from forebay.schema import Schema
 
@@ -94,6 +95,10 @@ class Settings:
             number = getattr(settings, name)
             if not low <= number <= high:
                 raise ConfigInvalid(f"{name} is {number}", field=name, limit=f"{low} to {high}")
+        try:
+            NodeAddress(settings.url)
+        except InvalidArgument as e:  # which no node that comes up later would mend
+            raise ConfigInvalid(e.message, field="url") from e
         for name, words in (("mode", get_args(Mode)), ("save", get_args(SavePolicy)), ("load", get_args(LoadWay))):
             if getattr(settings, name) not in words:
                 raise ConfigInvalid(f"{name} is {getattr(settings, name)!r}", field=name, limit=", ".join(words))

@@ -32,6 +32,7 @@ def test_the_token_comes_from_a_file(tmp_path: Path) -> None:
     ("config", "field"),
     [
         ({"token": "secret"}, "token"),
+        ({"url": "http://node:7470"}, "url"),
         ({"mode": "maybe"}, "mode"),
         ({"save": "some"}, "save"),
         ({"generation": -1}, "generation"),

@@ -161,6 +161,9 @@ def test_page_is_made_from_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "`m` | 1.00 [1.00–1.00] ms | ≤ 2 | yes |" in text
     assert text.endswith("## After\n")
     assert page.filled(text, told) == text
+    assert f"Measured {told[0]['date']} on " in text
+    later = [told[0], {**told[1], "date": "2999-01-01"}]
+    assert f"Measured {told[0]['date']} to 2999-01-01 on " in page.filled(text, later)
     again = {**told[1], "met": False}
     assert page.latest([json.dumps(row) for row in (*told, again)]) == [told[0], again]
     with pytest.raises(ValueError, match="RESULTS"):
