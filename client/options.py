@@ -37,7 +37,8 @@ class ClientOptions:
             about this size, of which two are in pinned memory at a time.
         verify: when checksums of what is read are looked at: ``always``, ``sample`` (one block in ``verify_one_in``),
             or ``never``. It counts where the target refuses reads without a lease (it says so, and neither of today's
-            does); everywhere else it is always, since a stale read would go unnoticed.
+            does) and ``transport`` lets no block device pass it by; everywhere else it is always, since a stale read
+            would go unnoticed.
         client: free text for the node's operator: engine, version, host.
         transport: ``auto``, or the one kind of transport that reads may use: block, rdma or tcp (docs/transports.md).
             The environment's FOREBAY_TRANSPORT where nothing is said.

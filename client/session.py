@@ -59,7 +59,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How to reach a volume. ``reads_fenced``: its target refuses reads that no lease covers."""
+    """How to reach a volume. ``reads_fenced``: reads go by its target, which refuses those that no lease covers."""
 
     transport: Transport
     nsid: int
@@ -320,7 +320,8 @@ class Session:
                 way = Choice(offer, nguids, self._options, self._clock, kinds=self._kinds), nguids
             used[offer] = way
             way[1][volume.nsid] = volume.nguid
-            routes[volume.volume] = Route(way[0], volume.nsid, endpoint.reads_fenced)
+            # What a block device answers no target has judged.
+            routes[volume.volume] = Route(way[0], volume.nsid, endpoint.reads_fenced and way[0].by_target)
         for offer, (choice, _) in self._transports.items():
             if offer not in used:
                 self._past_reconnects += choice.state().reconnects

@@ -142,6 +142,11 @@ class Choice(Transport):
         device = bool(ways) and all(way is not None and _transport(way).capabilities.device_memory for way in ways)
         return Capabilities("choice", device_memory=device)
 
+    @property
+    def by_target(self) -> bool:
+        """Whether the target sees each command, whatever is chosen."""
+        return all(way.kind.by_target for way in self._ways)
+
     def connect(self, deadline_ms: int) -> None:
         if self._closed:
             raise Unavailable("the transport is closed")

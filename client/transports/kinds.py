@@ -37,11 +37,15 @@ Maker = Callable[[Offer, Mapping[int, str], ClientOptions, Clock], Transport]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of transport. ``lacking`` says why an offer cannot be taken up by it here, None if it can."""
+    """A kind of transport. ``lacking`` says why an offer cannot be taken up by it here, None if it can.
+
+    ``by_target``: the target sees each command, and can refuse it.
+    """
 
     name: str
     lacking: Callable[[Offer], str | None]
     make: Maker
+    by_target: bool = True
 
 
 def nvme_tcp(
@@ -102,7 +106,7 @@ def tcp_kind(factory: TransportFactory = nvme_tcp) -> Kind:
 
 
 KINDS: tuple[Kind, ...] = (
-    Kind("block", lambda _offer: None, _block),
+    Kind("block", lambda _offer: None, _block, by_target=False),
     Kind("rdma", _rdma_lacks, _by_factory(nvme_rdma, "rdma")),
     tcp_kind(),
 )

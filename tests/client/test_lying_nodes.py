@@ -467,6 +467,14 @@ def test_watch_goes_on_where_it_was(node: ScriptedNode, client: Client) -> None:
     assert [(r.log, r.after_sequence) for r in node.named("Watch")] == [(0, 0), (1, 10), (1, 20)]
 
 
+@pytest.mark.parametrize(("transport", "fenced"), [("auto", False), ("block", False), ("tcp", True)])
+def test_reads_are_fenced_only_where_each_goes_by_the_target(node: ScriptedNode, transport: str, fenced: bool) -> None:
+    """A block device passes the target by, which then refuses nothing: checksums are looked at."""
+    node.reads_fenced = True
+    with node.connect(options=replace(OPTIONS, transport=transport, verify="never")) as client:
+        assert {route.reads_fenced for route in client._session.view.routes.values()} == {fenced}
+
+
 def test_the_sessions_thread_survives(node: ScriptedNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a library raises in it: without it there are no heartbeats, and leases are given back by nobody."""
     raised = threading.Event()
