@@ -491,6 +491,11 @@ class NvmfTarget(Target):
             }
             try:
                 await self._rpc.call("nvmf_create_transport", values)
+            except TargetRefused as e:
+                if transport == TRANSPORT:
+                    raise
+                lacks = f"the target has no NVMe/{transport}: was it built with it, and is there a device for it?"
+                raise TargetRefused(f"{lacks} ({e.message})", field="nvmf_tgt.rdma_listen") from e
             except TargetFailed:  # another node on the same target was faster
                 if transport not in await self._transports():
                     raise

@@ -19,7 +19,8 @@ from forebay.appliance.dataplane.embedded import EmbeddedTarget
 from forebay.appliance.dataplane.host_keys import HostKeyFiles
 from forebay.appliance.dataplane.interface import Barrier, HostView, IoStats, VolumeSpec, WriteGrant
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
-from forebay.appliance.dataplane.subsystems import TransportLimits
+from forebay.appliance.dataplane.spdk import SpdkTarget
+from forebay.appliance.dataplane.subsystems import Listener, TransportLimits
 from forebay.appliance.dataplane.supervisor import Supervisor, SupervisorTimes
 from forebay.checksum import crc32c
 from forebay.errors import AlreadyExists, NoSpace, NotFound, TargetRefused, Unavailable, VolumeMismatch
@@ -597,3 +598,21 @@ async def test_another_node_makes_the_transport_at_the_same_time(
         monkeypatch.setattr(rig.target._rpc, "call", call)
         await rig.target.add_volume(rig.volume(1))
         assert (await rig.target.endpoint("acme")).port
+
+
+async def test_a_transport_that_the_target_has_not(tmp_path: Path) -> None:
+    """As an `nvmf_tgt` that was built without RDMA; the embedded one has none either, and says it in the same words."""
+    async with rigged(tmp_path) as rig:
+        driver = SpdkTarget(
+            JsonRpcClient(rig.supervisor.socket),
+            node=NODE.hex()[:16],
+            address="127.0.0.1",
+            port=0,
+            listeners=[Listener("RDMA", "127.0.0.1", 4421)],
+        )
+        try:
+            with pytest.raises(TargetRefused, match="has no NVMe/RDMA: was it built with it") as caught:
+                await driver.add_host("acme", host(), [])
+            assert caught.value.field == "nvmf_tgt.rdma_listen"
+        finally:
+            await driver.close()
