@@ -30,7 +30,7 @@ from forebay.nvmetcp.events import (
     TermReceived,
 )
 from forebay.nvmetcp.pdu import PduError
-from forebay.nvmetcp.spec import DhGroup, FeatureId, IoOpcode, Property
+from forebay.nvmetcp.spec import DhGroup, FeatureId, IoOpcode, Property, Status
 from forebay.nvmetcp.states import Role
 
 __all__ = ["NodeHost"]
@@ -43,8 +43,18 @@ _ZERO_BYTES = 4 << 20
 """Zeroed, or given back, by one command: a cluster of a logical volume store, which is only freed as a whole."""
 _DEALLOCATE = 0x4
 """Attribute – Deallocate of Dataset Management. NVM §3.2.3."""
-_CAPACITY_EXCEEDED = 0x81
-"""Generic status: the namespace has no space left. Base §4.2.3."""
+_NOT_THE_DRIVES = frozenset(
+    (
+        Status.ABORTED_BY_REQUEST,
+        Status.ABORTED_SQ_DELETION,
+        Status.INVALID_NAMESPACE,
+        Status.COMMAND_SEQUENCE_ERROR,
+        Status.TRANSIENT_TRANSPORT_ERROR,
+        Status.NAMESPACE_NOT_READY,
+        Status.AUTHENTICATION_REQUIRED,
+    )
+)
+"""What is answered when the connection or the volume is taken away in between: nothing is known of the drive."""
 _RECEIVE_BYTES = 256 << 10
 
 
@@ -210,10 +220,13 @@ async def _good(
 ) -> tuple[Completion, bytearray]:
     """Run a command that should succeed."""
     done, into = await queue.execute(command, data=data, in_capsule=in_capsule, read_bytes=read_bytes)
-    if done.status == _CAPACITY_EXCEEDED:
+    text = f"command {command.opcode:#x} of the node: status {done.status:#x}"
+    if done.status == Status.CAPACITY_EXCEEDED:
         raise NoSpace("the drive has no space left", field="drives")
+    if done.status in _NOT_THE_DRIVES:
+        raise Unavailable(text, field="target")
     if done.status:
-        raise TargetFailed(f"command {command.opcode:#x} of the node: status {done.status:#x}", field="drives")
+        raise TargetFailed(text, field="drives")
     return done, into
 
 

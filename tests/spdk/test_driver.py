@@ -233,6 +233,18 @@ async def test_what_a_killed_daemon_left_in_the_nodes_own_subsystem(tmp_path: Pa
         await again.close()
 
 
+async def test_a_volume_that_is_taken_away_in_between_says_nothing_of_the_drive(tmp_path: Path) -> None:
+    """Or the block that was read then would be taken for a bad one."""
+    async with rigged(tmp_path, "aio") as rig:
+        (one,) = await served(rig, 1)
+        async with rig.target.io(one.path) as host:
+            await host.read(0, LBA_BYTES)
+            where = {"nqn": rig.target.subsystem_nqn("acme"), "nsid": one.nsid}
+            await rig.rpc.call("nvmf_subsystem_remove_ns", where)
+            with pytest.raises(Unavailable):
+                await host.read(0, LBA_BYTES)
+
+
 async def test_the_node_uses_one_volume_that_is_not_served_at_a_time(tmp_path: Path) -> None:
     async with rigged(tmp_path, "aio") as rig:
         paths = [(await rig.volume(number)).path for number in (1, 1, 2)]
