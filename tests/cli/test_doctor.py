@@ -332,6 +332,11 @@ class TestSpdk:
     def test_nothing_is_said_where_the_target_is_forebays_own(self, config: Config) -> None:
         assert not list(spdk.check_spdk(config))
 
+    def test_settings_that_are_not_used(self, tmp_path: Path) -> None:
+        (tmp_path / "c.toml").write_text("[nvmf_tgt]\nrdma_listen = '127.0.0.1:4421'")
+        (found,) = spdk.check_spdk(load(tmp_path / "c.toml", environ={}))
+        assert found.level == "warn" and "target.kind is embedded" in found.what
+
     def test_the_program_and_its_memory(self, tmp_path: Path) -> None:
         root = self.machine(tmp_path)
         config = self.config(tmp_path, "[nvmf_tgt]\nbinary = '/bin/sh'")

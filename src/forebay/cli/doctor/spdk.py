@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from forebay.appliance.config import Config, DriveConfig
+from forebay.appliance.config import Config, DriveConfig, NvmfTgtConfig
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.spdk import spdk_identity
 from forebay.cli.doctor.finding import Finding, fail, ok, warn
@@ -22,10 +22,16 @@ _USER_DRIVERS = ("vfio-pci", "uio_pci_generic", "igb_uio")
 
 
 def check_spdk(config: Config, *, root: Path = Path("/")) -> Iterator[Finding]:
-    """Nothing unless ``target.kind`` is ``spdk``; ``root`` is where /proc and /sys lie."""
-    if config.target.kind != "spdk":
-        return
+    """Of a node whose ``target.kind`` is ``spdk``, or whose settings say so; ``root`` is where /proc and /sys lie."""
     spdk = config.nvmf_tgt
+    if config.target.kind != "spdk":
+        if spdk != NvmfTgtConfig():
+            yield warn(
+                "nvmf_tgt",
+                f"[nvmf_tgt] is not used: target.kind is {config.target.kind}",
+                'target.kind = "spdk" uses it',
+            )
+        return
     if spdk.socket is not None:
         yield asyncio.run(_answers(spdk.socket))
     elif spdk.binary is not None:
