@@ -126,7 +126,16 @@ def test_identify(rig: Rig) -> None:  # Base §5.17
         assert done.status == 0
         found = ControllerIdentity.from_bytes(raw)
         assert found == ControllerIdentity(
-            host.cntlid, "FB1", "Forebay", NQN, LIMITS.max_command_bytes, LIMITS.max_queue_depth, 8192, 100, 64, 0x100001
+            host.cntlid,
+            "FB1",
+            "Forebay",
+            NQN,
+            LIMITS.max_command_bytes,
+            LIMITS.max_queue_depth,
+            8192,
+            100,
+            64,
+            0x100001,
         )
         _, raw = host.admin.run(command.identify(71, CnsValue.ACTIVE_NAMESPACES), read_bytes=4096)
         assert command.active_namespaces(raw) == [1, 9]
