@@ -258,6 +258,8 @@ class _Daemon:
                 drive.state, drive.reason = DriveState.SERVING, ""
             except ForebayError as error:
                 drive.reason = error.message
+                if drive.name not in meta.drives:
+                    drive.reason += "; it is new, and claimed by the next start that can"
                 wrong.append(error)
         if wrong and all(drive.state is DriveState.AWAY for drive in drives):
             raise wrong[0]

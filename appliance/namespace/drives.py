@@ -367,6 +367,8 @@ class NodeDrives:
 
     def _ask(self, drive: Drive, watched: _Watched) -> _Look | None:
         """The answer of the look that was begun, if there is one, and a new one begun if it is time."""
+        if drive.name not in self._meta.drives:
+            return None  # it could not be claimed when the node started, and so it is nobody's that could come back
         now_ms = self._e.clock.monotonic_ms()
         asked = watched.looking
         if asked is not None and not asked.done():

@@ -209,6 +209,26 @@ async def test_a_deletion_left_on_a_drive_that_fails_is_left_again(
 
 
 @on_loop
+async def test_a_drive_that_was_never_claimed_keeps_no_other_from_being_looked_at(rig: Rig, tmp_path: Path) -> None:
+    """As a new one that only the target can reach, and that it could not open: metadata know nothing of it."""
+    await rig.start()
+    meta = await NodeMeta.load(rig.store, os.urandom, REGION)
+    unclaimed = Drive("drive1", str(tmp_path / "none"), 4, state=DriveState.AWAY, reason="it is not empty")
+    drives = [unclaimed, Drive("drive0", str(rig.drive), 4)]
+    node = await Node.open(
+        *(rig.store, meta, rig.target), drives=drives, limits=rig.limits, clock=rig.clock, random=os.urandom
+    )
+    (rig.drive / "forebay.drive").unlink()
+    drive = node.engine.space.drives["drive0"]
+    async with asyncio.timeout(20):
+        while drive.state is not DriveState.AWAY:
+            rig.clock.advance(2_000)
+            await node.drives.look()
+            await asyncio.sleep(0.001)
+    assert (unclaimed.state, unclaimed.reason) == (DriveState.AWAY, "it is not empty")
+
+
+@on_loop
 async def test_a_bad_place_is_kept_and_a_bad_drive_is_not_cut_to_pieces(rig: Rig, target: FailingTarget) -> None:
     await rig.start()
     await rig.namespace()
