@@ -17,14 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from forebay.client.transports.base import (
-    Outcome,
-    ReadOp,
-    Transport,
-    TransportState,
-    WriteOp,
-    op_bytes,
-)
+from forebay.client.transports.base import Outcome, ReadOp, Transport, TransportState, WriteOp, op_bytes
 from forebay.client.transports.controller import Controller, SubsystemAddress
 from forebay.client.transports.options import FabricsOptions
 from forebay.client.transports.queues import IoQueue
@@ -302,51 +295,56 @@ class FabricsTransport(Transport):
         """
         while True:
             association = self._connected(deadline_ms)
-            with self._changed:
-                if association is not self._association:
-                    continue
-                pairs: list[IoQueue] = []
-                while association.idle and len(pairs) < wanted:
-                    pair = association.idle.pop()
-                    if pair.usable():
-                        pairs.append(pair)
-                    else:
-                        association.drop(pair)
-                limit = min(self._options.connections, association.controller.queues)
-                if association.open and self._clock.monotonic_ms() < association.full_until_ms:
-                    limit = 0
-                room = limit - len(association.open) - association.opening
-                missing = max(0, min(wanted - len(pairs), room))
-                if not pairs and not missing:
-                    left_ms = deadline_ms - self._clock.monotonic_ms()
-                    if left_ms <= 0:
-                        raise DeadlineExceeded("every connection to the target was in use until the deadline")
-                    self._changed.wait(min(left_ms, _MAX_POLL_MS) / 1000)
-                    continue
-                association.opening += missing
+            pairs: list[IoQueue] = []
             try:
-                for _ in range(missing):
-                    pairs.append(self._open_queue(association, deadline_ms))
-            except ForebayError as e:
-                if isinstance(e, Busy) and association.open:
-                    association.full_until_ms = self._clock.monotonic_ms() + e.retry_after_ms
-                    if not pairs:
-                        continue  # others have queues, and will give them back
-                elif not pairs:
-                    with self._changed:
-                        others = association.open or association.opening > missing
-                    # That this call had too little time takes no connection from those that have or make one.
-                    if not (others and isinstance(e, DeadlineExceeded)):
-                        self._failed(association, e)
-                    raise
-            except BaseException:  # an interrupt: they are nobody's else, and count for ever
+                if self._gather(pairs, association, wanted, deadline_ms):
+                    return association, pairs
+            except BaseException:  # an interrupt: they are nobody's else, and would count for ever
                 self._check_in(association, pairs)
                 raise
-            finally:
+
+    def _gather(self, pairs: list[IoQueue], association: _Association, wanted: int, deadline_ms: int) -> bool:
+        """Add queues to ``pairs``; whether there are any, else it is worth another try."""
+        with self._changed:
+            if association is not self._association:
+                return False
+            while association.idle and len(pairs) < wanted:
+                pair = association.idle.pop()
+                if pair.usable():
+                    pairs.append(pair)
+                else:
+                    association.drop(pair)
+            limit = min(self._options.connections, association.controller.queues)
+            if association.open and self._clock.monotonic_ms() < association.full_until_ms:
+                limit = 0
+            room = limit - len(association.open) - association.opening
+            missing = max(0, min(wanted - len(pairs), room))
+            if not pairs and not missing:
+                left_ms = deadline_ms - self._clock.monotonic_ms()
+                if left_ms <= 0:
+                    raise DeadlineExceeded("every connection to the target was in use until the deadline")
+                self._changed.wait(min(left_ms, _MAX_POLL_MS) / 1000)
+                return False
+            association.opening += missing
+        try:
+            for _ in range(missing):
+                pairs.append(self._open_queue(association, deadline_ms))
+        except ForebayError as e:
+            if isinstance(e, Busy) and association.open:
+                association.full_until_ms = self._clock.monotonic_ms() + e.retry_after_ms
+                return bool(pairs)  # others have queues, and will give them back
+            if not pairs:
                 with self._changed:
-                    association.opening -= missing
-                    self._changed.notify_all()
-            return association, pairs
+                    others = association.open or association.opening > missing
+                # That this call had too little time takes no connection from those that have or make one.
+                if not (others and isinstance(e, DeadlineExceeded)):
+                    self._failed(association, e)
+                raise
+        finally:
+            with self._changed:
+                association.opening -= missing
+                self._changed.notify_all()
+        return True
 
     def _open_queue(self, association: _Association, deadline_ms: int) -> IoQueue:
         with self._dialling_until(deadline_ms):

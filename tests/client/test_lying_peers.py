@@ -336,7 +336,10 @@ def test_an_interrupted_call_leaves_no_queue_behind(peer: Peer) -> None:
     transport.close()
 
 
-def test_a_call_that_is_interrupted_as_it_connects_keeps_no_queue(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at", ["counting those there are", "opening another"])
+def test_a_call_that_is_interrupted_as_it_connects_keeps_no_queue(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
     """The queue that it had taken already is the next one's."""
     transport = transport_to(peer, connections=2, call_connections=2, queue_bytes=SIZE // 2)
     works(peer, transport)
@@ -348,7 +351,10 @@ def test_a_call_that_is_interrupted_as_it_connects_keeps_no_queue(peer: Peer, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(transport, "_open_queue", interrupt)
+        if at == "opening another":
+            patched.setattr(transport, "_open_queue", interrupt)
+        else:
+            patched.setattr(controller.Controller, "queues", property(interrupt))
         with pytest.raises(KeyboardInterrupt):
             read(transport, bytearray(SIZE))
     assert len(association.idle) == 1, "nobody holds it"
