@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from forebay.client.buffers import writable
-from forebay.errors import ForebayError, InvalidArgument
+from forebay.client.threads import begin
+from forebay.errors import ForebayError, InvalidArgument, Unavailable
 
 __all__ = ["Owner", "RegisteredBuffer", "address_of", "attach", "detach", "find", "nothing_registered", "register"]
 
@@ -44,7 +45,7 @@ class RegisteredBuffer:
     """A registered buffer, until `close`. It holds the buffer, whose memory stays where it is. A context manager."""
 
     def __init__(self, view: memoryview) -> None:
-        self._view = view
+        self._view: memoryview | None = view
         self.address = address_of(view)
         self.length_bytes = view.nbytes
         self._lock = threading.Lock()
@@ -84,6 +85,7 @@ class RegisteredBuffer:
             for owner in list(self._regions):
                 self._regions[owner].close()
                 del self._regions[owner]
+            self._view = None
 
     def __enter__(self) -> RegisteredBuffer:
         return self
@@ -141,7 +143,10 @@ def attach(owner: Owner) -> None:
             buffer.offer(owner)
 
     if every:
-        threading.Thread(target=offer, name="forebay-register", daemon=True).start()
+        try:
+            begin(offer, "forebay-register")
+        except Unavailable as e:
+            _log.warning("%s reaches registered buffers by way of copies: %s", owner.name, e)
 
 
 def detach(owner: Owner) -> None:

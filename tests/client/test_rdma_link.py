@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import pytest
 
+from forebay.client import registered as registered_module
 from forebay.client.registered import nothing_registered, register
 from forebay.client.transports import nvme_rdma_cm, nvme_rdma_device, nvme_rdma_link
 from forebay.client.transports.controller import SubsystemAddress
@@ -424,6 +425,21 @@ def test_a_buffer_that_a_device_cannot_be_let_at_is_copied(verbs: Verbs, caplog:
     device.release()
 
 
+def test_without_a_thread_buffers_are_copied(
+    verbs: Verbs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(*_: object) -> None:
+        raise Unavailable("no thread can be started")
+
+    monkeypatch.setattr(registered_module, "begin", none)
+    with register(bytearray(8192)) as registered:
+        device = Device("fake0")
+        assert device.find(registered.address, 8192) is None
+        assert "by way of copies" in caplog.text
+        device.release()
+    assert verbs.ended == ["pd", "context"]
+
+
 @pytest.mark.parametrize("buffer", [b"read-only", bytearray(), memoryview(bytearray(8))[::2], "text"])
 def test_what_cannot_be_registered(buffer: object) -> None:
     with pytest.raises(InvalidArgument):
@@ -433,9 +449,10 @@ def test_what_cannot_be_registered(buffer: object) -> None:
 
 def test_a_registered_buffer_stays_where_it_is() -> None:
     buffer = bytearray(8192)
-    with register(buffer), pytest.raises(BufferError):
+    with register(buffer) as registered, pytest.raises(BufferError):
         buffer.extend(b"more")
-    buffer.extend(b"more")
+    buffer.extend(b"more")  # closed, it holds nothing
+    assert registered.length_bytes == 8192
 
 
 def test_what_a_machine_lacks_is_said(verbs: Verbs, monkeypatch: pytest.MonkeyPatch) -> None:
