@@ -18,7 +18,7 @@ from uuid import UUID
 from forebay.appliance.dataplane.interface import Barrier
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.labels import DriveSpace, translated
-from forebay.errors import ForebayError, NotFound, ProtocolError, TargetFailed, VolumeMismatch
+from forebay.errors import ForebayError, NotFound, ProtocolError, TargetFailed, Unavailable, VolumeMismatch
 from forebay.ids import LBA_BYTES
 
 __all__ = ["CLUSTER_BYTES", "LvolStores", "StoreDrive"]
@@ -169,8 +169,12 @@ class LvolStores:
     # --- volumes ------------------------------------------------------------------------------------------------------
 
     async def volumes(self, name: str) -> list[str]:
-        """Names of the volumes in a drive's store."""
-        lvols = await self._rpc.call("bdev_lvol_get_lvols", {"lvs_name": self.drives[name].lvs})
+        """Names of the volumes in a drive's store. Raises `Unavailable` if there is none now, which `open` explains."""
+        try:
+            lvols = await self._rpc.call("bdev_lvol_get_lvols", {"lvs_name": self.drives[name].lvs})
+        except NotFound as error:
+            text = f"the target does not have the store of {name}: it was started anew, or the drive is gone"
+            raise Unavailable(text, field="target") from error
         return [one["name"] for one in lvols]
 
     async def create(self, name: str, volume: str, size_bytes: int) -> None:

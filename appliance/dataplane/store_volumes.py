@@ -64,9 +64,9 @@ class StoreVolumes(LabelledVolumes):
         try:
             block = self._ask(self._read(path))
         except (NotFound, TargetRefused) as error:
-            raise VolumeMismatch(
-                f"{path} is missing: restore its drive, or delete its namespace", field="path"
-            ) from error
+            if path.name in self._ask(self._target.stores.volumes(self._name)):
+                raise Unavailable(f"{path} cannot be read now: {error.message}", field="target") from error
+            raise _missing(path) from error
         return VolumeLabel.decode(bytes(block), str(path))
 
     def remove(self, volume: VolumeId) -> None:

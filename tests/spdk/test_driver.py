@@ -6,6 +6,7 @@ import asyncio
 import signal
 import uuid
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from forebay.appliance.dataplane.interface import Barrier, VolumeErrors, WriteGr
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.spdk import QosLimits, SpdkTarget
 from forebay.appliance.dataplane.spdk_stores import StoreDrive
+from forebay.appliance.dataplane.store_volumes import StoreVolumes
 from forebay.appliance.dataplane.supervisor import AttachedTarget
 from forebay.checksum import crc32c
 from forebay.errors import NoSpace, NotFound, TargetFailed, Unavailable, VolumeMismatch
-from forebay.ids import LBA_BYTES, Extent, GrantId, VolumeId
+from forebay.ids import LBA_BYTES, Extent, GrantId, NamespaceId, VolumeId
+from forebay.volume_label import VolumeLabel
 from tests.client.conftest import new_host
 from tests.spdk.rig import DEADLINE_S, NODE, REGION, SIZE, TIMES, Rig, program, rigged, write
 
@@ -298,6 +301,24 @@ async def test_whose_a_store_is(tmp_path: Path) -> None:
         with pytest.raises((VolumeMismatch, TargetFailed)):  # it is open as another node's
             await other.claim_store("drive0", uuid.uuid4())
         await other.close()
+
+
+async def test_a_store_that_a_new_target_does_not_have_yet_is_not_missing(tmp_path: Path) -> None:
+    async with rigged(tmp_path, "aio") as rig:
+        assert rig.drive is not None
+        known = rig.target.stores._identity(rig.drive.lvs)
+        assert known is not None
+        volumes = StoreVolumes(rig.target, "drive0", asyncio.get_running_loop())
+        label = VolumeLabel(NODE, VolumeId(1), NamespaceId(1), bytes(16), 1, REGION, SIZE)
+        await asyncio.to_thread(volumes.create, label)
+        await rig.kill()
+        for act in (volumes.present, partial(volumes.read_label, VolumeId(1)), partial(volumes.create, label)):
+            with pytest.raises(Unavailable, match="started anew"):
+                await asyncio.to_thread(act)
+        await asyncio.to_thread(volumes.prove, known)
+        assert await asyncio.to_thread(volumes.read_label, VolumeId(1)) == label
+        with pytest.raises(VolumeMismatch, match="missing"):
+            await asyncio.to_thread(volumes.read_label, VolumeId(2))
 
 
 async def test_a_drive_that_is_not_empty_is_not_taken(tmp_path: Path) -> None:
