@@ -154,7 +154,9 @@ class SchedulerHalf:
         scope = self._settings.scope_id(client)
         keys = [BlockKey(name, group, scope) for name, group in names]
         words = self._elsewhere.explained(client, client.match(keys, deadline_ms=left_ms), left_ms)
-        link.note(words)
+        # A node is not slow because a lookup has spent most of its time waiting for a thread.
+        if 2 * left_ms >= self._settings.probe_timeout_ms or "deadline_exceeded" not in words:
+            link.note(words)
         return words
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:

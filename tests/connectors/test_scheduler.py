@@ -273,6 +273,24 @@ def test_lookups_that_wait_are_not_made_once_the_node_is_left_alone(
     assert burst(bench, monkeypatch, meanwhile) <= 2
 
 
+def test_a_node_is_not_blamed_for_lookups_that_had_waited(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make(probe_timeout_ms=60_000)
+    monkeypatch.setattr(
+        Client, "match", lambda client, keys, **_: MatchResult((False,), ("deadline_exceeded",), {}, 0, 0)
+    )
+    half, link = bench.half, bench.half._link
+    assert link is not None
+
+    def look_up(left_ms: int) -> None:
+        for _ in range(3):
+            half._words([(b"any", 0)], half._clock.monotonic_ms() + left_ms)
+
+    look_up(20_000)
+    assert link.client is not None
+    look_up(60_000)
+    assert link.client is None
+
+
 def test_a_request_that_wants_everything_computed_is_not_loaded(make: Make) -> None:
     bench = make()
     bench.put(hashes("logprobs"))
