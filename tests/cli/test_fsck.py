@@ -91,6 +91,18 @@ def test_a_killed_node_is_clean_until_it_is_damaged(stopped: DemoNode, capsys: p
         assert bytes(sound.value or b"") == FILE[::-1]
 
 
+def test_drives_that_lie_elsewhere_are_named_by_the_configuration(
+    stopped: DemoNode, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drive, config = tmp_path / "elsewhere", tmp_path / "forebay.toml"
+    (stopped.data / "drive0").rename(drive)
+    config.write_text(f'[[drives]]\npath = "{drive}"\n')
+    assert run(["fsck", "--data", str(stopped.data), "--config", str(config)]) == OK
+    assert "--config" not in capsys.readouterr().err
+    assert run(["fsck", "--data", str(stopped.data)]) == WRONG_BYTES
+    assert "no --config was given" in capsys.readouterr().err
+
+
 def contents(node: DemoNode) -> dict[str, bytes]:
     """All of a node's metadata, except RocksDB's own log of what it did."""
     files = (path for path in (node.data / "metadata").rglob("*") if path.is_file() and not path.name.startswith("LOG"))

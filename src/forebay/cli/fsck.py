@@ -153,4 +153,6 @@ def fsck(session: Session, config: Path | None, *, media: bool, repair: bool) ->
         "dropped": dropped,
     }
     session.emit(document, lambda out: _draw(out, report, dropped))
+    if config is None and any(found.wrong and found.part == "volumes" for found in report.findings):
+        click.echo("no --config was given: drives were looked for in the data directory alone", err=True)
     return OK if report.clean else WRONG_BYTES
