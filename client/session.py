@@ -116,6 +116,7 @@ class Session:
         self._aborts: list[tuple[SessionView, bytes, bool]] = []
         self._closed = False
         self._token_given = False
+        self._counting = threading.Lock()  # held for a moment only, while transports are exchanged or asked
         self._transports: dict[Offer, tuple[Choice, dict[int, str]]] = {}
         self._past_reconnects = 0
         self._past_fallbacks: Counter[str] = Counter()
@@ -141,13 +142,13 @@ class Session:
     @property
     def reconnects(self) -> int:
         """How often the data path was connected anew."""
-        with self._changing:
+        with self._counting:
             return self._past_reconnects + sum(t.state().reconnects for t, _ in self._transports.values())
 
     @property
     def fallbacks(self) -> dict[str, int]:
         """By kind of transport: how often a volume went on by another one because this had failed."""
-        with self._changing:
+        with self._counting:
             return dict(sum((choice.fallbacks for choice, _ in self._transports.values()), self._past_fallbacks))
 
     def transports(self, deadline_ms: int) -> list[VolumeTransport]:
@@ -242,9 +243,7 @@ class Session:
         deadline_ms = self._clock.monotonic_ms() + min(self._options.connect_ms, _CLOSE_MS)
         with self._changing:
             view = self._view
-            for transport, _ in self._transports.values():
-                transport.close()
-            self._transports.clear()
+            self._use({})
         self._give_back(deadline_ms)
         if not view.joined:
             alone = quiesced and not self._token_given
@@ -322,13 +321,19 @@ class Session:
             way[1][volume.nsid] = volume.nguid
             # What a block device answers no target has judged.
             routes[volume.volume] = Route(way[0], volume.nsid, endpoint.reads_fenced and way[0].by_target)
-        for offer, (choice, _) in self._transports.items():
-            if offer not in used:
+        self._use(used)
+        return routes
+
+    def _use(self, used: dict[Offer, tuple[Choice, dict[int, str]]]) -> None:
+        """Go on with these transports; the others are closed, and what they counted is kept."""
+        gone = [choice for offer, (choice, _) in self._transports.items() if offer not in used]
+        with self._counting:
+            for choice in gone:
                 self._past_reconnects += choice.state().reconnects
                 self._past_fallbacks.update(choice.fallbacks)
-                choice.close()
-        self._transports = used
-        return routes
+            self._transports = used
+        for choice in gone:
+            choice.close()
 
     def recover(self, lost: SessionView, deadline_ms: int) -> bool:
         """`reopen` for those that can go on without; whether there is a session again."""
@@ -443,9 +448,7 @@ class Session:
         return sorted({way.transport for choice, _ in list(self._transports.values()) for way in choice.chosen()})
 
     def _connect_transports(self, deadline_ms: int) -> None:
-        with self._changing:
-            transports = [transport for transport, _ in self._transports.values()]
-        for transport in transports:
+        for transport, _ in list(self._transports.values()):
             try:
                 transport.connect(deadline_ms)
             except ForebayError as e:

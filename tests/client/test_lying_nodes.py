@@ -475,6 +475,20 @@ def test_reads_are_fenced_only_where_each_goes_by_the_target(node: ScriptedNode,
         assert {route.reads_fenced for route in client._session.view.routes.values()} == {fenced}
 
 
+def test_counters_wait_for_no_session(client: Client) -> None:
+    """One that is being opened anew may take as long as the node takes to answer."""
+    counted = threading.Event()
+
+    def count() -> None:
+        assert client.stats.reconnects == 0
+        assert client.transports(deadline_ms=20_000)
+        counted.set()
+
+    with client._session._changing:
+        threading.Thread(target=count, daemon=True).start()
+        assert counted.wait(30)
+
+
 def test_the_sessions_thread_survives(node: ScriptedNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a library raises in it: without it there are no heartbeats, and leases are given back by nobody."""
     raised = threading.Event()
