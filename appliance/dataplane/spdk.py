@@ -305,18 +305,18 @@ class SpdkTarget(NvmfTarget):
         return self.subsystem_nqn("").rstrip(":")
 
     async def _open_private(self, bdev: str) -> tuple[str, int]:
-        """Have a bdev in the node's own subsystem, and nothing else: as where it is served."""
+        """Have a bdev in the node's own subsystem, as where it is served."""
         nqn = self._private
-        await self._clear_private()
-        await self._ensure(nqn)
-        await self._allow(nqn, self._self.nqn)
+        await self._clear_private(bdev)
+        if self._self.nqn not in hosts_of(await self._ensure(nqn)):
+            await self._allow(nqn, self._self.nqn)
         wanted = {"bdev_name": bdev, "no_auto_visible": True}
         nsid = int(await self._rpc.call("nvmf_subsystem_add_ns", {"nqn": nqn, "namespace": wanted}))
         await self._rpc.call("nvmf_ns_add_host", {"nqn": nqn, "nsid": nsid, "host": self._self.nqn})
         return nqn, nsid
 
-    async def _clear_private(self) -> None:
-        """End what an earlier daemon, or a call that failed, left in the node's own subsystem.
+    async def _clear_private(self, bdev: str | None = None) -> None:
+        """End what an earlier daemon, or a call that failed, left of a bdev, or at all, in the node's own subsystem.
 
         A bdev that is there cannot be served, and a command that is under way there would arrive late.
         """
@@ -324,11 +324,14 @@ class SpdkTarget(NvmfTarget):
         subsystem = await self._subsystem(nqn)
         if subsystem is None:
             return
+        left = [one["nsid"] for one in subsystem["namespaces"] if bdev in (None, one["bdev_name"])]
+        if bdev is not None and not left:
+            return  # another may be stuck there: its drive does not answer
         allowed = hosts_of(subsystem)
         for name in sorted(allowed | {one["hostnqn"] for one in await self._controllers(nqn)}):
             await self._expel(nqn, name, allowed=name in allowed)
-        for one in subsystem["namespaces"]:
-            await self._rpc.call("nvmf_subsystem_remove_ns", {"nqn": nqn, "nsid": one["nsid"]})
+        for nsid in left:
+            await self._rpc.call("nvmf_subsystem_remove_ns", {"nqn": nqn, "nsid": nsid})
 
     async def _served_at(self, bdev: str) -> tuple[str, int] | None:
         """Subsystem and NSID of a bdev of this node's, if it is served."""
@@ -445,7 +448,7 @@ class SpdkTarget(NvmfTarget):
         name = self._bdev_name(spec)
         if self.stores.store_of(spec.path) is not None:
             if not self._private_use.locked():
-                await self._clear_private()
+                await self._clear_private(name)
             (known,) = await self._rpc.call("bdev_get_bdevs", {"name": name})
             return await self._limit(name, known)
         try:

@@ -227,8 +227,9 @@ async def test_what_a_killed_daemon_left_in_the_nodes_own_subsystem(tmp_path: Pa
                 await host.read(0, LBA_BYTES)
         # and one that could not take its way back, in the same daemon
         await rig.rpc.call("nvmf_subsystem_add_ns", private | {"namespace": {"bdev_name": one.path}})
-        async with again.io(two.path) as host:
-            assert len(await host.read(0, LBA_BYTES)) == LBA_BYTES
+        for spec in (two, one):
+            async with again.io(spec.path) as host:
+                assert len(await host.read(0, LBA_BYTES)) == LBA_BYTES
         await rig.rpc.call("nvmf_subsystem_add_ns", private | {"namespace": {"bdev_name": one.path}})
         assert await again.reconcile([one, two], []) == [
             f"volume {number} is not served as it should be" for number in (1, 2)
