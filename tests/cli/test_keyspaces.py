@@ -33,7 +33,7 @@ def stored(node: DemoNode) -> Iterator[None]:
         hints = Hints(session="s", priority_class=1)
         key = BlockKey(HASH, 0, one.scope_ids["t"])
         assert one.put(
-            [BlockKey(HASH), key], [VALUE] * 2, hints=hints, describe=replace(about, parents=[b"before"] * 2)
+            [BlockKey(HASH), key], [VALUE] * 2, hints=hints, describe=replace(about, parents=[b"before", b""])
         )[0].stored
         yield
         one.delete([BlockKey(HASH), key])
@@ -60,6 +60,9 @@ def test_blocks_of_an_engine(forebay: Shell) -> None:
     assert row["describe"] == {"parent": b"before".hex(), "block_tokens": 16, "adapter": "lora", "token_hash": 0}
     assert row["hints"] == {"session": "s", "priority_class": 1}
     assert "described parent 6265666f7265" in forebay("stat", *engine, "--hex", HASH.hex())
+    first = forebay("stat", *engine, "--scope", "t", "--hex", HASH.hex())
+    (line,) = [line for line in first.splitlines() if "described" in line]
+    assert "block_tokens 16" in line and "parent" not in line, "a chain's first block has none"
     assert forebay.json("match", *engine, "--hex", HASH.hex())["prefix"] == 1
 
 

@@ -402,8 +402,7 @@ def stat(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
                 soft_wrap=True,
             )
             for title, about in (("described", stat.describe), ("hints", stat.hints)):
-                if about:
-                    text = ", ".join(f"{name} {value}" for name, value in said(about).items())
+                if text := ", ".join(f"{name} {value}" for name, value in said(about).items() if value):
                     out.print(f"  {title:<8} {text}", soft_wrap=True)
 
     session.emit(document, human)
