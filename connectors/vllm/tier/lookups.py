@@ -19,7 +19,7 @@ _THREADS = 2
 
 
 class _Asked:
-    """One key that somebody asks for. Threads write ``answer`` once; all else belongs to the scheduler's thread."""
+    """One key that somebody asks for. Threads write ``answer`` once; all else is written by the scheduler's thread."""
 
     __slots__ = ("answer", "asked_at_ms", "requests", "verdict")
 
@@ -93,8 +93,10 @@ class Lookups:
                 self._changed.wait_for(lambda: self._under_way < before, seconds)
 
     def _run(self, batch: Sequence[tuple[bytes, _Asked]]) -> None:
+        # What nobody waits for any more is not asked for: those that come after it would wait behind it.
+        batch = [(key, asked) for key, asked in batch if asked.verdict is None and asked.requests]
         try:
-            reasons = self._match([key for key, _ in batch])
+            reasons = self._match([key for key, _ in batch]) if batch else []
         except Exception:  # the engine must live on; what was asked for is computed
             _log.exception("a lookup failed")
             reasons = ["error"] * len(batch)

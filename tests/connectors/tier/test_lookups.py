@@ -81,6 +81,24 @@ def test_what_has_no_answer_in_time_is_a_miss_that_stays_one() -> None:
     assert lookups._counters.take() == {"missed_blocks:deadline_exceeded": 1}
 
 
+def test_what_nobody_waits_for_any_more_is_not_asked_for() -> None:
+    node, clock = Node(*KEYS), ManualClock()
+    node.go_on.clear()
+    with asking(node.match, clock) as lookups:
+        for key in KEYS[:2]:
+            step(lookups, "a", key)
+        eventually(lambda: len(node.calls) == 2, "both threads in a call")
+        step(lookups, "a", KEYS[2])
+        step(lookups, "b", KEYS[3])
+        step(lookups, "c", KEYS[4])
+        lookups.forget("b")
+        clock.advance(1_000)
+        assert step(lookups, "a", KEYS[2]) == ["deadline_exceeded"]
+        node.go_on.set()
+        eventually(lambda: lookups._known[KEYS[4]].answer == "ok", "what is still waited for")
+        assert sorted(node.calls) == [KEYS[:1], KEYS[1:2], KEYS[4:]]
+
+
 def test_what_could_not_be_loaded_is_a_miss_for_those_who_asked_and_new_for_the_next() -> None:
     node = Node(*KEYS)
     with asking(node.match) as lookups:
