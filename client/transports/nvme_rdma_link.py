@@ -323,21 +323,26 @@ class Link:
     def cut(self) -> None:
         """End the connection, from any thread: whoever waits for it hears of it."""
         with self._ending, suppress(OSError):  # it may have ended by itself
-            if not self._closed:
+            if self._qp is not None:
                 self._qp.modify(_STATE, qp_state=_ERR)
 
     def close(self) -> None:
-        """End the connection. When this returns, the device can neither read nor write memory for it. Idempotent."""
+        """End the connection. When this returns, the device can neither read nor write memory for it. Idempotent.
+
+        One that was interrupted goes on where it was.
+        """
         with self._ending:
             if self._closed:
                 return
-            self._closed = True
             self._out.clear()
             if self._qp is not None:
                 with suppress(OSError):
                     self._qp.modify(_STATE, qp_state=_ERR)
                 destroy(self._qp.close, "a queue pair")
+                self._qp = None
             while self._opened:
-                destroy(self._opened.pop().close, "a part of a connection")
+                destroy(self._opened[-1].close, "a part of a connection")
+                self._opened.pop()
             self._cm.close()
+            self._closed = True
             self.device.release()

@@ -328,5 +328,5 @@ class RdmaQueue(IoQueue):
 
     def close(self) -> None:
         if not self.closed:
-            self.closed = True
             self._link.close()  # when that has returned nothing writes any more
+            self.closed = True

@@ -294,6 +294,24 @@ def test_it_does_not_end_before_the_device_has_confirmed(
     assert len([record for record in caplog.records if "cannot be destroyed" in record.message]) == 3
 
 
+def test_an_interrupted_end_is_no_end(verbs: Verbs, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-C: whoever closes it then, as its holder does in any case, destroys what is there still."""
+    link, queue_pair, close = dial(device), verbs.qp, verbs.qp.close
+
+    def interrupted() -> None:
+        monkeypatch.setattr(queue_pair, "close", close)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(queue_pair, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        link.close()
+    assert "qp" not in verbs.ended
+    link.close()
+    assert verbs.ended == ["qp", "shared region", "region", "cq", "channel", "connection"]
+    link.close()
+    assert device._users == 1
+
+
 def test_a_device_that_is_gone_writes_nothing(verbs: Verbs, device: Device) -> None:
     link = dial(device)
     verbs.qp.refusals = [errno.EIO] * 5
