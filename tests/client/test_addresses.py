@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from forebay.client.transports import addresses
 from forebay.client.transports.addresses import addresses_of
 from forebay.client.transports.queue_pair import _connected
 from forebay.clock import SystemClock
@@ -19,7 +20,7 @@ LONG_MS = 30_000
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_an_address_is_looked_up_nowhere(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", lambda _: pytest.fail("it needs no thread"))
+    monkeypatch.setattr(addresses, "begin", lambda *_: pytest.fail("it needs no thread"))
     (found,) = addresses_of(address, 4420, LONG_MS)
     assert found.address[:2] == (address, 4420)
 
