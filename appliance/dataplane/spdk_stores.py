@@ -7,6 +7,7 @@ they are deleted, and regions are zeroed before they are given back: so that a c
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 from collections.abc import Awaitable, Callable
@@ -56,6 +57,7 @@ class LvolStores:
         self._rpc = rpc
         self._prefix = f"forebay-{node}-"
         self.drives = {drive.name: drive for drive in drives}
+        self._attaching = asyncio.Lock()  # whoever came second would find that the bdev exists, and blame the drive
 
     def store_of(self, path: str) -> StoreDrive | None:
         """The drive on which a volume of that path lies, ``<store>/<volume>``; None if it is a file's."""
@@ -67,11 +69,12 @@ class LvolStores:
     async def attach(self) -> dict[str, ForebayError]:
         """Have the target know the bdevs of all drives; what is wrong with those where it cannot."""
         wrong: dict[str, ForebayError] = {}
-        for drive in self.drives.values():
-            try:
-                await self._ensure_bdev(drive)
-            except TargetFailed as error:
-                wrong[drive.name] = error
+        async with self._attaching:
+            for drive in self.drives.values():
+                try:
+                    await self._ensure_bdev(drive)
+                except (TargetFailed, Unavailable) as error:
+                    wrong[drive.name] = error
         await self._rpc.call("bdev_wait_for_examine")
         return wrong
 
@@ -95,6 +98,8 @@ class LvolStores:
         try:
             await self._rpc.call(method, values)
         except ForebayError as error:
+            if isinstance(error, Unavailable):
+                await self._rpc.call("spdk_get_version")  # or it is the target that does not answer
             raise TargetFailed(f"drive {drive.kind}:{drive.where}: {error.message}", field="drives") from error
 
     async def _stores(self) -> dict[str, dict[str, Any]]:

@@ -322,6 +322,13 @@ async def test_a_store_that_a_new_target_does_not_have_yet_is_not_missing(tmp_pa
             await asyncio.to_thread(volumes.read_label, VolumeId(2))
 
 
+async def test_a_look_at_a_drive_while_it_is_attached_again(tmp_path: Path) -> None:
+    """Finds nothing wrong with it, though only one of them can attach it."""
+    async with rigged(tmp_path, "aio") as rig:
+        await rig.kill()
+        assert await asyncio.gather(*(rig.target.stores.attach() for _ in range(4))) == [{}] * 4
+
+
 async def test_a_drive_that_is_not_empty_is_not_taken(tmp_path: Path) -> None:
     async with rigged(tmp_path, "file") as rig:
         disk = tmp_path / "full"

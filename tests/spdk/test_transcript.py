@@ -23,7 +23,7 @@ from forebay.appliance.dataplane.spdk import SpdkTarget
 from forebay.appliance.dataplane.spdk_program import SpdkProgram
 from forebay.appliance.dataplane.spdk_stores import StoreDrive
 from forebay.appliance.dataplane.subsystems import Listener
-from forebay.errors import ProtocolError, TargetFailed
+from forebay.errors import ProtocolError, TargetFailed, Unavailable
 from forebay.ids import VolumeId
 
 PCI = "0000:3b:00.0"
@@ -134,6 +134,22 @@ async def test_an_nvme_drive_that_cannot_be_had(tmp_path: Path) -> None:
     async with scripted(tmp_path / "s", answers):
         target = SpdkTarget(JsonRpcClient(tmp_path / "s"), node=NODE, stores=[StoreDrive("drive0", "nvme", PCI)])
         with pytest.raises(TargetFailed, match=rf"nvme:{PCI}.*Input/output error"):
+            await target.stores.open("drive0", DRIVE)
+        await target.close()
+
+
+@pytest.mark.parametrize("target_answers", [True, False])
+async def test_a_drive_that_does_not_answer_or_a_target(tmp_path: Path, target_answers: bool) -> None:
+    late = refuse({"code": -110, "message": "Connection timed out"})
+    answers: dict[str, Answer] = {
+        "bdev_get_bdevs": refuse(GONE),
+        "bdev_nvme_attach_controller": late,
+        "bdev_wait_for_examine": lambda params: True,
+        "spdk_get_version": (lambda params: {}) if target_answers else late,
+    }
+    async with scripted(tmp_path / "s", answers):
+        target = SpdkTarget(JsonRpcClient(tmp_path / "s"), node=NODE, stores=[StoreDrive("drive0", "nvme", PCI)])
+        with pytest.raises(TargetFailed if target_answers else Unavailable, match="timed out"):
             await target.stores.open("drive0", DRIVE)
         await target.close()
 
