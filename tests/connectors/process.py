@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 from pathlib import Path
@@ -39,6 +40,8 @@ class EngineProcess:
             # The engine goes on stepping by itself, which plans of several ranks need.
             variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
         variables.pop("PYTHONHASHSEED", None)
+        if (installed := self.installed(log.with_suffix(".installed"))) is not None:
+            variables["PYTHONPATH"] += os.pathsep + str(installed)
         self.log = log
         with log.open("wb") as file:
             self.process = subprocess.Popen(
@@ -54,6 +57,10 @@ class EngineProcess:
         except BaseException:
             self.kill()
             raise
+
+    def installed(self, folder: Path) -> Path | None:
+        """A directory that is on the engine's path besides."""
+        return None
 
     def transfer(self, node: NodeProcess, extra: dict[str, Any]) -> dict[str, Any]:
         """vLLM's ``kv_transfer_config``."""

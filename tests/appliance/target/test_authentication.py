@@ -353,6 +353,7 @@ def test_the_keep_alive_timer_waits_for_the_proof(disk_rig: Rig) -> None:
         clock.advance(3_600_000)
         assert not controller.expired()
         authenticate(host, HostSecrets(HOST_KEY))
+        eventually(lambda: controller.queues[0].ready, "the target, too, has noted that the host is proven")
         controller.expired()
         clock.advance(3_600_000)
         assert controller.expired()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import distribution
+from pathlib import Path
 from typing import Any
 
 from tests.client.conftest import NodeProcess
@@ -16,6 +18,15 @@ class TierProcess(EngineProcess):
     """A vLLM engine with a host pool, and a node behind it. ``extra`` may have ``tier``, the tier's settings."""
 
     module = "tests.connectors.tier.engine"
+
+    def installed(self, folder: Path) -> Path:
+        """What the installation of Forebay that runs the tests says of itself: its entry points, for vLLM to find."""
+        here = distribution("forebay")
+        about = folder / f"forebay-{here.version}.dist-info"
+        about.mkdir(parents=True)
+        for name in ("METADATA", "entry_points.txt"):
+            (about / name).write_text(here.read_text(name) or "")
+        return folder
 
     def transfer(self, node: NodeProcess, extra: dict[str, Any]) -> dict[str, Any]:
         extra = dict(extra)
