@@ -37,6 +37,7 @@ from forebay.errors import (
     CapacityShort,
     DataDirInUse,
     TargetFailed,
+    Unavailable,
     VolumeMismatch,
 )
 from forebay.ids import VolumeId
@@ -91,8 +92,11 @@ def claim_drive(drive: Path, node_id: bytes) -> DriveIdentity:
     """Make a directory or a device a drive of this node, or find that it is one: a start cut short repeats this.
 
     For a drive that metadata does not know yet; the caller records the uuid. Raises `VolumeMismatch` when it belongs to
-    another node or holds volumes that nobody claims.
+    another node or holds volumes that nobody claims, and `Unavailable` for a device that is not there.
     """
+    if not drive.exists() and drive.is_relative_to("/dev") and not drive.is_relative_to("/dev/shm"):
+        # A directory of that name would keep blocks in memory, and be found in the place of the device later.
+        raise Unavailable(f"drive {drive}: there is no such device", field="drive")
     if is_device(drive):
         claimed = claim_device(drive, node_id)
         _require_node(drive, claimed, node_id)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from forebay.appliance.dataplane.labels import volume_size_bytes
 from forebay.appliance.dataplane.volumes import FileVolumes, claim_drive, drive_space, open_drive, require_capacity
-from forebay.errors import AlreadyExists, CapacityShort, InvalidArgument, NoSpace, VolumeMismatch
+from forebay.errors import AlreadyExists, CapacityShort, InvalidArgument, NoSpace, Unavailable, VolumeMismatch
 from forebay.ids import NamespaceId, VolumeId
 from forebay.volume_label import LABEL_BYTES, VolumeLabel
 
@@ -43,6 +43,14 @@ def drive(tmp_path: Path) -> Path:
 @pytest.fixture
 def files(drive: Path) -> FileVolumes:
     return FileVolumes(drive)
+
+
+@pytest.mark.parametrize("name", ["forebay-none", "mapper/forebay-none"])
+def test_a_device_that_is_not_there_is_not_made_a_directory(name: str) -> None:
+    device = Path("/dev") / name
+    with pytest.raises(Unavailable, match="no such device"):
+        claim_drive(device, NODE)
+    assert not device.exists()
 
 
 def refused(files: FileVolumes, expected: VolumeLabel, intended_epoch: int | None = None) -> VolumeMismatch:
