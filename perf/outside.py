@@ -22,7 +22,7 @@ from perf.harness import Side
 from perf.workload import Skipped, Workload, Wrong
 from tests.envs import ENVIRONMENTS, ROOT
 
-__all__ = ["OutsidePeer", "mooncake", "nbdkit"]
+__all__ = ["OutsidePeer", "end", "free_port", "mooncake", "nbdkit"]
 
 _SYSTEM_PYTHON = "/usr/bin/python3"
 _START_S = 15.0
@@ -65,7 +65,7 @@ class _Client:
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
-        _end(self._process)
+        end(self._process)
         self._process.stdout.close()
 
 
@@ -113,7 +113,7 @@ def nbdkit(size_bytes: int) -> Iterator[OutsidePeer]:
         raise Skipped("nbdkit is not installed (apt-get install nbdkit)")
     if subprocess.run([_SYSTEM_PYTHON, "-c", "import nbd"], capture_output=True, check=False).returncode:
         raise Skipped(f"libnbd is not installed for {_SYSTEM_PYTHON} (apt-get install python3-libnbd)")
-    port = _free_port()
+    port = free_port()
     command = ["nbdkit", "--foreground", "--ipaddr", "127.0.0.1", "--port", str(port)]
     server = subprocess.Popen([*command, "memory", f"size={size_bytes}", "allocator=malloc"])
     try:
@@ -124,7 +124,7 @@ def nbdkit(size_bytes: int) -> Iterator[OutsidePeer]:
         finally:
             client.stop()
     finally:
-        _end(server)
+        end(server)
 
 
 @contextmanager
@@ -134,10 +134,10 @@ def mooncake(size_bytes: int) -> Iterator[OutsidePeer]:
     if environment.missing:
         raise Skipped(environment.missing)
     size_bytes = max(size_bytes, _LEAST_SEGMENT_BYTES)
-    port, module = _free_port(), "perf.peers.mooncake_client"
+    port, module = free_port(), "perf.peers.mooncake_client"
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     command = [environment.python.with_name("mooncake_master"), "--rpc_address=127.0.0.1", f"--rpc_port={port}"]
-    command += [f"--metrics_port={_free_port()}", "--default_kv_lease_ttl=5000"]
+    command += [f"--metrics_port={free_port()}", "--default_kv_lease_ttl=5000"]
     master = subprocess.Popen(command, env=_environment(), **quiet)  # type: ignore[call-overload]
     try:
         _wait_for(port, master)
@@ -154,7 +154,7 @@ def mooncake(size_bytes: int) -> Iterator[OutsidePeer]:
         finally:
             storage.stop()
     finally:
-        _end(master)
+        end(master)
 
 
 def _environment() -> dict[str, str]:
@@ -165,7 +165,8 @@ def _said(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that is free at this moment."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
@@ -183,11 +184,11 @@ def _wait_for(port: int, server: subprocess.Popen[Any]) -> None:
             time.sleep(0.05)
 
 
-def _end(process: subprocess.Popen[Any]) -> None:
+def end(process: subprocess.Popen[Any], within_s: float = _STOP_S) -> None:
     """End a process, which may hang in its own clean-up."""
     process.terminate()
     try:
-        process.wait(_STOP_S)
+        process.wait(within_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -106,17 +106,20 @@ class LvolStores:
         """Stores by their bdevs."""
         return {one["base_bdev"]: one for one in await self._rpc.call("bdev_lvol_get_lvstores")}
 
+    async def _store_of(self, name: str) -> dict[str, Any] | None:
+        """The store on a drive, which is attached if need be. Raises what keeps the drive from that."""
+        wrong = (await self.attach()).get(name)
+        if wrong is not None:
+            raise wrong
+        return (await self._stores()).get(self._bdev(self.drives[name]))
+
     async def claim(self, name: str, fresh: UUID, start: Callable[[str], Awaitable[bytes]]) -> UUID:
         """Make a drive that metadata does not know this node's, or find that it is: a start cut short repeats this.
 
         ``start`` reads the first MiB of a bdev. Raises `VolumeMismatch` if the drive holds something already.
         """
         drive = self.drives[name]
-        where = f"{drive.kind}:{drive.where}"
-        wrong = (await self.attach()).get(name)
-        if wrong is not None:
-            raise wrong
-        found = (await self._stores()).get(self._bdev(drive))
+        where, found = f"{drive.kind}:{drive.where}", await self._store_of(name)
         if found is not None:
             known = self._identity(found["name"])
             if known is None:
@@ -144,11 +147,7 @@ class LvolStores:
     async def open(self, name: str, known: UUID) -> None:
         """Find the store of a drive that metadata knows. Raises `VolumeMismatch`, `TargetFailed` if it is not there."""
         drive = self.drives[name]
-        where = f"{drive.kind}:{drive.where}"
-        wrong = (await self.attach()).get(name)
-        if wrong is not None:
-            raise wrong
-        found = (await self._stores()).get(self._bdev(drive))
+        where, found = f"{drive.kind}:{drive.where}", await self._store_of(name)
         if found is None:
             raise VolumeMismatch(f"{where} has no store: is it the drive that it was?", field="drive")
         if self._identity(found["name"]) != known:

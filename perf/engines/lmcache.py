@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from perf.engines.process import EngineSetup
+from perf.outside import end, free_port
 from perf.workload import Wrong
 from tests.envs import ENVIRONMENTS
 
@@ -66,9 +67,7 @@ class LMCacheServer:
 @contextmanager
 def lmcache_server(folder: Path, log: Path) -> Iterator[LMCacheServer]:
     """A server whose files lie in ``folder``. Raises `Wrong` if it does not start."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     options = {
         "--host": "127.0.0.1",
         "--port": str(port),
@@ -95,12 +94,7 @@ def lmcache_server(folder: Path, log: Path) -> Iterator[LMCacheServer]:
             time.sleep(_POLL_S)
         yield LMCacheServer(port, process.pid)
     finally:
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process, _STOP_S)
 
 
 def _listens(port: int) -> bool:

@@ -23,6 +23,7 @@ from forebay.client.transports.nvme_tcp import NvmeTcpTransport
 from forebay.client.transports.options import NvmeTcpOptions
 from forebay.ids import LBA_BYTES, HostIdentity
 from perf.node import scratch
+from perf.outside import end, free_port
 from perf.workload import Skipped
 
 __all__ = ["Volume", "embedded", "nvme_perf", "spdk"]
@@ -92,9 +93,7 @@ def nvme_perf() -> str:
 
 
 def _serve(rpc: Any) -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     rpc.nvmf_create_subsystem(nqn=NQN, serial_number="P1", model_number="perf", allow_any_host=True)
     rpc.nvmf_subsystem_add_ns(nqn=NQN, namespace={"bdev_name": "v", "nsid": 1, "nguid": uuid.uuid4().hex.upper()})
     listen = {"trtype": "TCP", "adrfam": "IPv4", "traddr": "127.0.0.1", "trsvcid": str(port)}
@@ -114,7 +113,7 @@ def _process(command: list[str], control: Path, log: Path) -> Iterator[tuple[int
             with JSONRPCClient(str(control)) as rpc:
                 yield process.pid, rpc
         finally:
-            process.terminate()
+            end(process)
 
 
 def _listens(control: Path) -> bool:
