@@ -35,7 +35,8 @@ class _Loading:
     write_ids: dict[int, bytes] = field(default_factory=dict)
 
     def lose(self, first: int, why: str) -> None:
-        if first < self.intact:
+        # What one reader finds bad is dropped, and may be gone before another reader comes to it: tell of the cause.
+        if first < self.intact or (first == self.intact and self.why == "evicted"):
             self.intact, self.why = first, why
 
 

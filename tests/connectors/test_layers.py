@@ -75,6 +75,18 @@ def test_a_block_that_one_layer_group_lacks_is_lost_with_those_after_it() -> Non
     assert step.end() == {"a": (6, (12, 13, 14, 15), {"evicted": 1, "behind_gap": 3}), "b": (3, (), {})}
 
 
+def test_a_block_counts_as_lost_to_what_was_wrong_with_it() -> None:
+    """The node drops what one layer group's reader finds bad, perhaps before another layer group is read."""
+    for order in (1, -1):
+        step = begin(load("a", 4))
+        found: tuple[tuple[int | None, str], ...] = ((1, "evicted"), (1, "checksum_mismatch"), (None, ""))
+        for piece, (lost, why) in zip(step.pieces, found[::order], strict=True):
+            read(step, piece, lost, why)
+        for layer_group in range(LAYER_GROUPS):
+            step.wait(layer_group)
+        assert step.end() == {"a": (4, (1, 2, 3), {"checksum_mismatch": 1, "behind_gap": 2})}
+
+
 def test_layer_groups_of_two_writers_do_not_make_a_block() -> None:
     """It was evicted and written anew between two reads: each part is whole, and they are not of one write."""
     step = begin(load("a", 3))
