@@ -68,10 +68,11 @@ class RegisteredBuffer:
 
     def withdraw(self, owner: Owner) -> None:
         """Take the buffer from one device."""
-        with self._lock:
-            region = self._regions.pop(owner, None)
-        if region is not None:
-            region.close()
+        with self._lock:  # whoever closes the buffer meanwhile waits until the device has let go
+            region = self._regions.get(owner)
+            if region is not None:
+                region.close()
+                del self._regions[owner]
 
     def close(self) -> None:
         """Take the buffer from every device: none can reach it after this. Idempotent.

@@ -57,10 +57,6 @@ class _Association:
     full_until_ms: int = 0
     """The target takes no further connection now: those that are open have to do."""
 
-    def drop(self, pair: IoQueue) -> None:
-        pair.close()
-        self.open.discard(pair.queue_id)
-
 
 class FabricsTransport(Transport):
     """NVMe-oF to one subsystem as one host; what the wire is, a subclass says.
@@ -305,21 +301,19 @@ class FabricsTransport(Transport):
 
     def _gather(self, pairs: list[IoQueue], association: _Association, wanted: int, deadline_ms: int) -> bool:
         """Add queues to ``pairs``; whether there are any, else it is worth another try."""
+        if not self._take_idle(pairs, association, wanted):
+            return False
         with self._changed:
-            if association is not self._association:
+            if not pairs and association is not self._association:
                 return False
-            while association.idle and len(pairs) < wanted:
-                pair = association.idle.pop()
-                if pair.usable():
-                    pairs.append(pair)
-                else:
-                    association.drop(pair)
             limit = min(self._options.connections, association.controller.queues)
             if association.open and self._clock.monotonic_ms() < association.full_until_ms:
                 limit = 0
             room = limit - len(association.open) - association.opening
             missing = max(0, min(wanted - len(pairs), room))
             if not pairs and not missing:
+                if association.idle:
+                    return False  # one came back just now
                 left_ms = deadline_ms - self._clock.monotonic_ms()
                 if left_ms <= 0:
                     raise DeadlineExceeded("every connection to the target was in use until the deadline")
@@ -346,6 +340,29 @@ class FabricsTransport(Transport):
                 self._changed.notify_all()
         return True
 
+    def _take_idle(self, pairs: list[IoQueue], association: _Association, wanted: int) -> bool:
+        """Add idle queues that are usable to ``pairs``, and close the others; False where the association is over."""
+        broken: list[IoQueue] = []
+        try:
+            with self._changed:
+                if association is not self._association:
+                    return False
+                while association.idle and len(pairs) < wanted:
+                    pair = association.idle.pop()
+                    (pairs if pair.usable() else broken).append(pair)
+        finally:
+            self._drop(association, broken)
+        return True
+
+    def _drop(self, association: _Association, pairs: Sequence[IoQueue]) -> None:
+        """Close queues that nobody holds. That may take a while, so not under the lock, which others need."""
+        for pair in pairs:
+            pair.close()
+        if pairs:
+            with self._changed:
+                association.open.difference_update(pair.queue_id for pair in pairs)
+                self._changed.notify_all()
+
     def _open_queue(self, association: _Association, deadline_ms: int) -> IoQueue:
         with self._dialling_until(deadline_ms):
             pair = association.controller.open_queue(association.open, deadline_ms)
@@ -358,15 +375,13 @@ class FabricsTransport(Transport):
         """Give queues back; one that has a command in flight, whatever the reason, is closed."""
         for pair in held:
             if pair.in_flight:
-                pair.close()  # which may take a while: others need the lock
+                pair.close()
         with self._changed:
             current = association is self._association
-            for pair in held:
-                if current and not pair.closed:
-                    association.idle.append(pair)
-                else:
-                    association.drop(pair)
+            good = [pair for pair in held if current and not pair.closed]
+            association.idle += good
             self._changed.notify_all()
+        self._drop(association, [pair for pair in held if pair not in good])
 
     def _connected(self, deadline_ms: int) -> _Association:
         """The association, made anew if there is none that stands."""
@@ -417,8 +432,8 @@ class FabricsTransport(Transport):
     def _end(self, association: _Association) -> None:
         association.controller.close()
         with self._changed:
-            while association.idle:
-                association.drop(association.idle.pop())
+            idle, association.idle = association.idle, []
+        self._drop(association, idle)
 
     def _failed(self, association: _Association | None, error: ForebayError) -> None:
         """Connecting failed: wait longer each time, with jitter so that clients do not come back in step."""

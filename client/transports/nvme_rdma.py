@@ -105,13 +105,18 @@ class NvmeRdmaTransport(FabricsTransport):
         return plan_direct(ops, which, sizes, max_bytes, find=device.find, direct_bytes=self._rdma.direct_bytes)
 
     def _opened(self, name: str) -> Device:
-        with self._devices_lock:
-            if self._closed:
-                raise Unavailable("the transport is closed")
-            found = self._devices.get(name)
-            if found is not None and found.failed:
-                self._devices.pop(name).release()
-                found = None
-            if found is None:
-                found = self._devices[name] = Device(name)
-            return found
+        failed: Device | None = None
+        try:
+            with self._devices_lock:
+                if self._closed:
+                    raise Unavailable("the transport is closed")
+                found = self._devices.get(name)
+                if found is not None and found.failed:
+                    failed = self._devices.pop(name)
+                    found = None
+                if found is None:
+                    found = self._devices[name] = Device(name)
+                return found
+        finally:
+            if failed is not None:
+                failed.release()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from forebay.client import registered
 from forebay.client.registered import address_of
+from forebay.client.threads import begin
 from forebay.client.transports.nvme_rdma_cm import library
 from forebay.errors import Unavailable
 
@@ -22,6 +23,8 @@ _log = logging.getLogger(__name__)
 _DEVICE_GONE = (errno.EIO, errno.ENODEV)
 """What destroying answers when the kernel has taken the device away, and with it whatever could write."""
 _AGAIN_S = 0.1
+_CLOSE_S = 2.0
+"""How long closing waits for a device that refuses it."""
 _ACTIVE = 4
 """IBV_PORT_ACTIVE."""
 
@@ -74,19 +77,23 @@ class Key(NamedTuple):
     remote: int
 
 
-def destroy(close: Callable[[], None], what: str) -> None:
+def destroy(close: Callable[[], None], what: str, *, again: bool = True) -> bool:
     """Take something from a device. It may write to memory as long as it is there, so nobody goes on before it is not.
 
-    The device is asked until it confirms; that it is gone itself confirms as well.
+    The device is asked until it confirms, or once without ``again``; whether it did. That it is gone itself confirms
+    as well.
     """
     while True:
         try:
-            return close()
+            close()
+            return True
         except OSError as e:
             if e.errno in _DEVICE_GONE:
-                return None
+                return True
             _log.error("%s cannot be destroyed, and its buffers not be given back: %s", what, e)
-            time.sleep(_AGAIN_S)
+        if not again:
+            return False
+        time.sleep(_AGAIN_S)
 
 
 class _Region:
@@ -166,11 +173,21 @@ class Device:
             self._users += 1
 
     def release(self) -> None:
-        """A connection, or who opened the device, does not use it any more; the last one closes it."""
+        """A connection, or who opened the device, does not use it any more; the last one closes it.
+
+        By a thread, which is left behind where the device refuses for long: nothing of a caller's depends on it, but
+        registered buffers, whose own end waits for it.
+        """
         with self._lock:
             self._users -= 1
             last = not self._users
         if last:
-            registered.detach(self._owner)
-            destroy(self.domain.close, "a protection domain")
-            destroy(self.context.close, "a device's context")
+            try:
+                begin(self._close, "forebay-rdma-close").join(_CLOSE_S)
+            except Unavailable:
+                self._close()
+
+    def _close(self) -> None:
+        registered.detach(self._owner)
+        destroy(self.domain.close, "a protection domain")
+        destroy(self.context.close, "a device's context")

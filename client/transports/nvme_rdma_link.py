@@ -1,7 +1,8 @@
 """One RDMA connection: a queue pair, its completions, and the capsules that go through it.
 
 A link knows nothing of NVMe but the sizes of its capsules. The rule that keeps buffers safe lives in `Link.close`: the
-queue pair is destroyed, and only when the device has confirmed that does it return (docs/design.md §6.5).
+queue pair is destroyed, and where a caller's memory may be in use only that the device has confirmed it lets the call
+end (docs/design.md §6.5).
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
+from forebay.client.threads import begin
 from forebay.client.transports.nvme_rdma_cm import CmConnection
 from forebay.client.transports.nvme_rdma_device import Device, Memory, destroy, verbs
 from forebay.clock import Clock
-from forebay.errors import ConnectionLost, ForebayError, ProtocolError
+from forebay.errors import ConnectionLost, ForebayError, ProtocolError, Unavailable
 from forebay.nvmerdma import CmAccept, CmRequest
 from forebay.nvmetcp import spec
 
@@ -95,6 +97,8 @@ class Link:
         self._cm = cm
         self._ending = threading.Lock()
         self._closed = False
+        self._left = False
+        """A thread is about to end it."""
         self._qp: Any = None
         self._opened: list[Any] = []  # in the order of opening, to be closed the other way round
         self._out: list[Any] = []
@@ -125,10 +129,10 @@ class Link:
             self._receive_into(range(entries))
         except OSError as e:
             device.failed = True  # it may be one that was taken away; the next connection opens it anew
-            self.close()
+            self.close(proven=False)
             raise ConnectionLost(f"setting up a queue pair on {device.name}: {e}") from e
         except BaseException:
-            self.close()
+            self.close(proven=False)
             raise
 
     def _keep(self, opened: Any) -> Any:
@@ -174,10 +178,10 @@ class Link:
                 link._bring(state)
             cm.establish()
         except OSError as e:
-            link.close()
+            link.close(proven=False)
             raise ConnectionLost(f"bringing up a queue pair: {e}") from e
         except BaseException:
-            link.close()
+            link.close(proven=False)
             raise
         return link
 
@@ -322,27 +326,49 @@ class Link:
 
     def cut(self) -> None:
         """End the connection, from any thread: whoever waits for it hears of it."""
-        with self._ending, suppress(OSError):  # it may have ended by itself
-            if self._qp is not None:
-                self._qp.modify(_STATE, qp_state=_ERR)
+        if self._ending.acquire(blocking=False):  # else it is ending, or was cut
+            try:
+                if self._qp is not None:
+                    self._fail()
+            finally:
+                self._ending.release()
 
-    def close(self) -> None:
+    def close(self, *, proven: bool = True) -> None:
         """End the connection. When this returns, the device can neither read nor write memory for it. Idempotent.
 
-        One that was interrupted goes on where it was.
+        Where that need not be ``proven``, since all of the memory is the link's own, a device that refuses is left to a
+        thread. An end that was interrupted goes on where it was.
         """
+        if self._left and not proven:
+            return
         with self._ending:
             if self._closed:
                 return
             self._out.clear()
-            if self._qp is not None:
-                with suppress(OSError):
-                    self._qp.modify(_STATE, qp_state=_ERR)
-                destroy(self._qp.close, "a queue pair")
-                self._qp = None
-            while self._opened:
-                destroy(self._opened[-1].close, "a part of a connection")
-                self._opened.pop()
-            self._cm.close()
+            if not self._end(again=proven):
+                self._left = True
+                try:
+                    begin(self.close, "forebay-rdma-close")
+                    return
+                except Unavailable:
+                    self._end(again=True)
             self._closed = True
-            self.device.release()
+        self.device.release()
+
+    def _end(self, *, again: bool) -> bool:
+        """Take from the device what it has still, the queue pair first; whether nothing is left."""
+        if self._qp is not None:
+            self._fail()
+            if not destroy(self._qp.close, "a queue pair", again=again):
+                return False
+            self._qp = None
+        while self._opened:
+            if not destroy(self._opened[-1].close, "a part of a connection", again=again):
+                return False
+            self._opened.pop()
+        self._cm.close()
+        return True
+
+    def _fail(self) -> None:
+        with suppress(OSError):  # it may have ended by itself
+            self._qp.modify(_STATE, qp_state=_ERR)

@@ -63,7 +63,7 @@ class Wire(Protocol):
     def quiet(self) -> bool: ...
     def keep(self, memory: Closable) -> None: ...
     def cut(self) -> None: ...
-    def close(self) -> None: ...
+    def close(self, *, proven: bool = True) -> None: ...
 
 
 class _DeviceRoom(NamedTuple):
@@ -328,5 +328,7 @@ class RdmaQueue(IoQueue):
 
     def close(self) -> None:
         if not self.closed:
-            self._link.close()  # when that has returned nothing writes any more
+            # The device lets go of a caller's memory before anybody goes on; staging memory is nobody else's.
+            direct = any(one.place is not None and one.place.offset is None for one in self._open.values())
+            self._link.close(proven=direct)
             self.closed = True

@@ -106,6 +106,8 @@ class Wire:
         self.commands: list[Command] = []
         self.held: list[Command] = []
         self.kept: list[Closable] = []
+        self.proven: bool | None = None
+        """How it was closed."""
         self._lock = threading.Lock()
 
     # --- as a host sees it ------------------------------------------------------------------------------------------
@@ -155,8 +157,10 @@ class Wire:
     def cut(self) -> None:
         self.break_off("it was cut")
 
-    def close(self) -> None:
+    def close(self, *, proven: bool = True) -> None:
         if not self.closed:
+            self.proven = proven
+            self.peer.ending(self)
             self.closed = True
             for memory in self.kept:
                 memory.close()
@@ -274,6 +278,8 @@ class Peer:
         self.volume = bytearray(size_bytes)
         self.sgls = SGLS_KEYED
         self.lie: Callable[[Wire, Command, int], bool] = lambda *_: False
+        self.ending: Callable[[Wire], None] = lambda _: None
+        """What the device does when a queue pair is to be destroyed."""
         self.wires: list[Wire] = []
         self.closed: list[Wire] = []
         self.registered: list[tuple[int, int, Key]] = []

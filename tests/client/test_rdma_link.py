@@ -3,6 +3,7 @@
 import errno
 import os
 import select
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -35,9 +36,15 @@ class Resource:
         self.verbs = verbs
         self.name = name
         self.refusals: list[int] = []
+        self.refuses: threading.Event | None = None
+        """Until when it does."""
+        self.asked = False
         self.__dict__.update(values)
 
     def close(self) -> None:
+        self.asked = True
+        if self.refuses is not None and not self.refuses.is_set():
+            raise OSError(errno.EBUSY, "as the test wants it")
         if self.refusals:
             raise OSError(self.refusals.pop(0), "as the test wants it")
         self.verbs.ended.append(self.name)
@@ -292,6 +299,76 @@ def test_it_does_not_end_before_the_device_has_confirmed(
     link.close()
     assert verbs.ended[0] == "qp"
     assert len([record for record in caplog.records if "cannot be destroyed" in record.message]) == 3
+
+
+def test_a_link_without_memory_of_a_caller_is_left_to_a_thread(verbs: Verbs, device: Device) -> None:
+    """Nobody waits for the device then, not even who cuts it; what it has not confirmed stays what it was."""
+    link = dial(device)
+    gone = threading.Event()
+    verbs.qp.refuses = gone
+    link.close(proven=False)
+    link.close(proven=False)
+    link.cut()
+    assert verbs.ended == []
+    assert device._users == 2
+    gone.set()
+    eventually(lambda: device._users == 1, "the device confirms")
+    assert verbs.ended == ["qp", "shared region", "region", "cq", "channel", "connection"]
+
+
+def test_a_caller_waits_for_the_thread(verbs: Verbs, device: Device) -> None:
+    link = dial(device)
+    verbs.qp.refuses = threading.Event()
+    link.close(proven=False)
+    threading.Timer(0.05, verbs.qp.refuses.set).start()
+    link.close()
+    assert verbs.ended[-1] == "connection"
+
+
+def test_without_a_thread_a_refusing_device_is_waited_for(
+    verbs: Verbs, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise Unavailable("no thread can be started")
+
+    link = dial(device)
+    monkeypatch.setattr(nvme_rdma_link, "begin", none)
+    verbs.qp.refusals = [errno.EBUSY, errno.EBUSY]
+    link.close(proven=False)
+    assert verbs.ended[-1] == "connection"
+    assert device._users == 1
+
+
+def test_a_device_that_cannot_be_closed_is_left_to_a_thread(verbs: Verbs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme_rdma_device, "_CLOSE_S", 0.01)
+    device = Device("fake0")
+    device.domain.refuses = gone = threading.Event()
+    device.release()
+    assert verbs.ended == []
+    gone.set()
+    eventually(lambda: verbs.ended == ["pd", "context"], "the device confirms")
+
+
+def test_a_buffer_is_not_given_back_while_its_device_is_being_closed(
+    verbs: Verbs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever takes it from the device, its owner has it back when the device has let go."""
+    monkeypatch.setattr(nvme_rdma_device, "_CLOSE_S", 0.01)
+    device = Device("fake0")
+    registered = register(bytearray(8192))
+    region = next(iter(registered._regions.values()))._close.__self__
+    region.refuses = threading.Event()
+    device.release()
+    eventually(lambda: region.asked, "it is taken from the device")
+    closing = threading.Thread(target=registered.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    region.refuses.set()
+    closing.join(30)
+    assert "shared region" in verbs.ended
+    assert not closing.is_alive()
+    eventually(lambda: "context" in verbs.ended, "the device is closed")
 
 
 def test_an_interrupted_end_is_no_end(verbs: Verbs, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
