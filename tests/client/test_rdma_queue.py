@@ -29,6 +29,7 @@ from forebay.errors import (
     TargetFailed,
     TargetRefused,
     Unavailable,
+    WriteFenced,
 )
 from forebay.ids import LBA_BYTES
 from forebay.nvmetcp import spec
