@@ -225,6 +225,9 @@ class Blocks:
         self._e = engine
         self._next_lease = int.from_bytes(engine.random(4), "little") << 16
         self._undurable: set[int] = set()  # retired rows whose delete is not in the log yet
+        self._served: set[int] = set()  # suspects that were served until somebody doubted them
+        self._next_suspect = 0
+        self._went_round = False
         self._unwritten: deque[_Retired] = deque()
         self._finishing = asyncio.Lock()
         self._schemas: dict[bytes, Schema] = {}
@@ -524,13 +527,16 @@ class Blocks:
 
     def keys_of(self, rows: Rows) -> list[StoredKey]:
         """Stored keys of visible rows, from the owners family. Raises `MetadataCorrupt`."""
-        index = self._e.index
-        places = zip(index.volume[rows].tolist(), index.offset[rows].tolist(), strict=True)
-        found = self._e.store.multi_get("owners", [owner_key(v, o) for v, o in places])
-        keys = [StoredKey(key) for key in found if key is not None]
+        keys = [key for key in self._owners(rows) if key is not None]
         if len(keys) != len(rows):
             raise MetadataCorrupt("an extent of the index has no owner in metadata", field="owners")
         return keys
+
+    def _owners(self, rows: Rows) -> list[StoredKey | None]:
+        index = self._e.index
+        places = zip(index.volume[rows].tolist(), index.offset[rows].tolist(), strict=True)
+        found = self._e.store.multi_get("owners", [owner_key(v, o) for v, o in places])
+        return [None if key is None else StoredKey(key) for key in found]
 
     async def retire(
         self, rows: Rows, stored_keys: Sequence[StoredKey], why: str, quarantine: Sequence[Quarantined] = ()
@@ -552,6 +558,7 @@ class Blocks:
         ops += [e.space.quarantine.put(entry) for entry in quarantine]
         index.unlink(rows)
         self._undurable.update(rows.tolist())
+        self._served.difference_update(rows.tolist())
         numbers, logged = e.changes.enter(stored_keys)
         step = "evict" if why == "evicted" else "delete"
         crash_point(f"{step}.before_metadata")
@@ -680,9 +687,17 @@ class Blocks:
             return replace(rest, unread=rest.unread + int(away.sum()))
         if not rows.size:
             return Verdict()
+        corrupt: list[MetadataCorrupt] = []
         for row, key in zip(rows.tolist(), stored_keys, strict=True):
+            try:
+                ranges = self._ranges(row, key)
+            except MetadataCorrupt as error:
+                corrupt.append(error)
+                continue
             asked = by_volume.setdefault(VolumeId(int(index.volume[row])), {})
-            asked[row] = _Asked(key, self._ranges(row, key))  # once, however often it was asked for
+            asked[row] = _Asked(key, ranges)  # once, however often it was asked for
+        if corrupt:
+            _log.error("%d blocks cannot be verified: %s", len(corrupt), corrupt[0])
         specs = {volume: e.space.specs[volume] for volume in by_volume}
         held = np.unique(rows)
         index.leases[held] += 1  # so that nobody reuses rows or extents meanwhile
@@ -691,7 +706,7 @@ class Blocks:
         finally:
             index.leases[held] -= 1
             self._free_retired(held)
-        good, bad, unread, unknown = (sum(part) for part in zip(*parts, strict=True))
+        good, bad, unread, unknown = (sum(part) for part in zip((0, 0, len(corrupt), 0), *parts, strict=True))
         return Verdict(good, bad, unread, unknown)
 
     async def _verify(self, spec: VolumeSpec, asked: dict[int, _Asked]) -> tuple[int, int, int, int]:
@@ -717,12 +732,13 @@ class Blocks:
         e.counters["blocks_verified"] += len(asked)
         if wrong.size and e.store.problem is not None:
             # they cannot be deleted at present: nobody gets them before they can be
-            e.index.suspect(wrong)
+            self._suspect(wrong)
             return standing - len(wrong), 0, 0, len(wrong)
         if wrong.size:
-            # a suspect may have been lost with the power, which says nothing of the medium, unless it was flushed: then
-            # it is one that a reader doubted
+            # a suspect may have been lost with the power, which says nothing of the medium, unless it was flushed or
+            # served
             settled = (e.index.state[wrong] == RowState.VISIBLE) | (e.index.flags[wrong] & FLUSHED != 0)
+            settled |= np.isin(wrong, list(self._served))
             keep = self._to_quarantine(wrong[settled], "checksum")
             _log.warning(
                 "volume %d: bytes of blocks at %s are not those that were stored: dropped, %d of %d to quarantine",
@@ -776,10 +792,15 @@ class Blocks:
                 want = np.frombuffer(index.checksums(np.array([row])), "<u4").tolist()
                 if found[at : at + tiles] == want:
                     index.state[row] = RowState.VISIBLE
+                    self._served.discard(row)
                 else:
                     wrong.append(row)
             at += tiles
         return np.array(wrong, dtype=np.int64)
+
+    def _suspect(self, rows: Rows) -> None:
+        self._served.update(rows[self._e.index.state[rows] == RowState.VISIBLE].tolist())
+        self._e.index.suspect(rows)
 
     async def doubt(self, session: Session, keys: Sequence[BlockKey]) -> None:
         """A reader says that these did not verify: they are not served again before the target has read them.
@@ -789,21 +810,46 @@ class Blocks:
         stored, _, rows = self.find(session, keys[:_VERIFY_BATCH])
         found = np.flatnonzero(rows >= 0)
         if found.size:
-            self._e.index.suspect(rows[found])
+            self._suspect(rows[found])
             self._e.counters["blocks_doubted"] += len(found)
             await self.verify(rows[found], [stored[i] for i in found.tolist()])
 
+    async def verify_rows(self, rows: Rows) -> Verdict:
+        """`verify` of blocks by their rows alone; those that metadata do not name are ``unread``."""
+        try:
+            keys = self._owners(rows)
+        except MetadataCorrupt as error:
+            _log.error("%d blocks cannot be verified: %s", len(rows), error)
+            return Verdict(unread=len(rows))
+        named = [i for i, key in enumerate(keys) if key is not None]
+        if len(named) < len(rows):
+            _log.error("%d blocks have no owner in metadata and cannot be verified", len(rows) - len(named))
+        verdict = await self.verify(rows[named], [key for key in keys if key is not None])
+        return replace(verdict, unread=verdict.unread + len(rows) - len(named))
+
     async def verify_some(self) -> int:
-        """Verify a few suspects in the background; how many were looked at."""
+        """Verify a few suspects in the background, others each time; how many were looked at."""
         index = self._e.index
         if not index.suspects_left:
             return 0
         suspects = np.flatnonzero(index.state[: index.high] == RowState.SUSPECT)
-        suspects = suspects[~self._away(suspects)][:_VERIFY_BATCH]
+        suspects = suspects[~self._away(suspects)]
         index.suspects_left = bool(suspects.size)  # what is on a drive that is away is doubted anew when that is back
-        if suspects.size:
-            await self.verify(suspects, self.keys_of(suspects))
-        return len(suspects)
+        if not suspects.size:
+            self._next_suspect, self._went_round = 0, False
+            return 0
+        # on from the last one: those that cannot be verified at present keep no others waiting
+        turn = suspects[suspects >= self._next_suspect][:_VERIFY_BATCH]
+        if not turn.size:
+            turn, self._went_round = suspects[:_VERIFY_BATCH], True
+        self._next_suspect = int(turn[-1]) + 1
+        await self.verify_rows(turn)
+        return len(turn)
+
+    @property
+    def sweeping(self) -> bool:
+        """Whether there are suspects that `verify_some` has not come to yet."""
+        return self._e.index.suspects_left and not self._went_round
 
     def _ranges(self, row: int, stored: StoredKey) -> Sequence[tuple[int, int, int]]:
         index = self._e.index

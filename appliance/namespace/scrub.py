@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from forebay.appliance.namespace.blocks import Blocks, Engine, Verdict
-from forebay.errors import Busy, MetadataCorrupt
+from forebay.appliance.namespace.blocks import Blocks, Engine
+from forebay.errors import Busy
 from forebay.index import BlockIndex, Rows, RowState, findable
 
 __all__ = ["ScrubLimits", "ScrubReport", "Scrubber"]
@@ -179,7 +179,7 @@ class Scrubber:
         rows = self._next_batch(one)
         if rows.size:
             size = int(self._e.index.length[rows].sum(dtype=np.uint64))
-            verdict = await self._verify(rows)
+            verdict = await self._blocks.verify_rows(rows)
             if verdict.unknown:
                 one.at = before  # the target is away: the same again when it is back
                 return 4 * _IDLE_MS
@@ -198,7 +198,7 @@ class Scrubber:
         """The pass to go on with: one that was asked for, else the node's own, begun anew when it is time."""
         if self._asked is not None and self._asked.state == "running":
             return self._asked
-        if not self._limits.interval_ms or self._e.index.suspects_left:
+        if not self._limits.interval_ms or self._blocks.sweeping:
             return None  # after an unclean stop the sweep verifies suspects first
         now_ms = self._e.clock.monotonic_ms()
         if self._own is None or (self._own.state == "done" and now_ms - self._own.ended_ms >= _REST_MS):
@@ -214,13 +214,6 @@ class Scrubber:
             spread = one.bytes_total * 1000 // self._limits.interval_ms
             one.rate_bytes_per_s = min(self._limits.rate_bytes_per_s, max(1, spread))
         one.credited_ms = self._e.clock.monotonic_ms()
-
-    async def _verify(self, rows: Rows) -> Verdict:
-        try:
-            return await self._blocks.verify(rows, self._blocks.keys_of(rows))
-        except MetadataCorrupt as error:
-            _log.error("scrub: %d blocks cannot be verified: %s", len(rows), error)
-            return Verdict(unread=len(rows))
 
     def _next_batch(self, one: _Pass) -> Rows:
         """Rows whose turn it is and that still are what they were; as far as credit goes, one at least is passed."""

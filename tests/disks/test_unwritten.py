@@ -139,14 +139,15 @@ async def test_regions_of_a_volume_whose_end_could_not_be_written_come_free_late
     rig.check()
 
 
+@pytest.mark.parametrize("durability", [0, 1])
 @on_loop
 async def test_a_bad_block_that_cannot_be_deleted_keeps_nobody_from_the_others(
-    tmp_path: Path, store: FullStore
+    tmp_path: Path, store: FullStore, durability: int
 ) -> None:
     target = SimTarget()
     rig = Rig(tmp_path / "drive", target=target, store=store)
     await rig.start()
-    await rig.namespace()
+    await rig.namespace(durability=durability)
     m = await rig.open()
     for key in (b"bad", b"good"):
         assert await rig.put(m, key, VALUE) == OK
@@ -162,4 +163,5 @@ async def test_a_bad_block_that_cannot_be_deleted_keeps_nobody_from_the_others(
     located = await rig.node.blocks.acquire(m.session, [BlockKey(b"bad")], 1000)
     assert located.status.tolist() == [Absent.code]
     assert rig.present(m, b"bad", b"good") == [False, True]
+    assert len(rig.node.engine.space.quarantine) == 1, "it was served: it is the drive that has lost it"
     rig.check()

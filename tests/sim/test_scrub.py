@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay.appliance.namespace.blocks import owner_key
 from forebay.appliance.namespace.quarantine import SHARE
 from forebay.appliance.namespace.scrub import ScrubLimits, ScrubReport
 from forebay.appliance.namespace.store import Op
@@ -271,6 +272,44 @@ async def test_a_restart_in_the_middle_leaves_what_was_not_reached_for_the_next(
     rig.check()
 
 
+@on_loop
+async def test_suspects_that_cannot_be_read_keep_no_others_waiting(rig: Rig) -> None:
+    """Neither others of them, though a round of the sweep takes 64, nor the node's own pass."""
+    rig.limits = replace(rig.limits, scrub=ScrubLimits(1 << 30, 60_000))
+    m = await filled(rig, 64, durability=1)
+    volume, _ = await place(rig, m, b"0")
+    places = [await place(rig, m, b"%d" % i) for i in range(64)]
+    await rig.namespace("t/other", durability=1)
+    other = await rig.open("t/other")
+    for i in range(3):
+        assert await rig.put(other, b"%d" % i, VALUE) == OK
+    await rig.restart()
+    assert rig.node.scrubber.report().suspects_left == 67
+    rig.target.unreadable.update([(volume, 0), *places])  # nor the label: nothing says that it is the blocks
+    while rig.node.blocks.sweeping:
+        await rig.node.background()
+    assert rig.node.scrubber.report().suspects_left == 64
+    while rig.node.engine.counters["scrubbed_blocks"] < 67:
+        rig.clock.advance(max(1, await rig.node.scrubber.step()))
+    rig.target.unreadable.clear()
+    while await rig.node.background():
+        pass
+    assert rig.node.scrubber.report().suspects_left == 0
+    rig.check()
+
+
+@on_loop
+async def test_a_suspect_without_an_owner_keeps_no_others_waiting(rig: Rig) -> None:
+    m = await filled(asked_only(rig), 3, durability=1)
+    where = await place(rig, m, b"0")
+    await rig.restart()
+    await rig.store.write([Op("owners", owner_key(*where), None)])
+    await rig.node.background()
+    assert rig.node.scrubber.report().suspects_left == 1
+    found = await scrubbed(rig)
+    assert (found.blocks, found.bad, found.unread) == (3, 0, 1)
+
+
 # ---------------------------------------------------------------------------------------------------- quarantine
 
 
@@ -330,12 +369,21 @@ async def test_a_block_that_alone_cannot_be_read_is_bad(rig: Rig) -> None:
     rig.check()
 
 
+@pytest.mark.parametrize("durability", [0, 1, 2])
+@pytest.mark.parametrize("answers", [True, False])
 @on_loop
-async def test_what_a_reader_found_bad_goes_to_quarantine_as_what_a_scrub_finds(rig: Rig) -> None:
-    m = await filled(asked_only(rig), 2)
+async def test_what_a_reader_found_bad_goes_to_quarantine_as_what_a_scrub_finds(
+    rig: Rig, durability: int, answers: bool
+) -> None:
+    """Also where the target answers only later, and the sweep asks it."""
+    m = await filled(asked_only(rig), 2, durability=durability)
     where = await place(rig, m, b"0")
     await spoil(rig, m, [b"0"])
+    if not answers:
+        rig.target.fail("checksums", Unavailable("away"))
     await rig.node.blocks.doubt(m.session, [BlockKey(b"0"), BlockKey(b"1")])
+    assert rig.present(m, b"0", b"1") == [not answers, True]
+    await rig.node.background()
     assert rig.present(m, b"0", b"1") == [False, True]
     assert held(rig) == [(*where, "checksum")]
     rig.check()
