@@ -61,8 +61,19 @@ class BouncePool(Generic[_B]):
     With more than ``max_stuck`` commands left behind it takes no others until one has come back.
     """
 
-    def __init__(self, make: Callable[[], _B], depth: int, max_stuck: int, clock: Clock, name: str) -> None:
+    def __init__(
+        self,
+        make: Callable[[], _B],
+        depth: int,
+        max_stuck: int,
+        clock: Clock,
+        name: str,
+        *,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``end`` is called once, when the pool is closed and no thread is at work in a buffer any more."""
         self._make = make
+        self._end = end
         self._depth = depth
         self._max_stuck = max_stuck
         self._clock = clock
@@ -74,6 +85,7 @@ class BouncePool(Generic[_B]):
         self._buffers = 0
         self._threads = 0
         self._waiting = 0
+        self._working = 0
         self._stuck = 0
         self._closed = False
 
@@ -82,12 +94,6 @@ class BouncePool(Generic[_B]):
         """Commands that outlived their call and have not come back."""
         with self._lock:
             return self._stuck
-
-    @property
-    def busy(self) -> bool:
-        """Whether a thread is at work, so that a buffer is in use."""
-        with self._lock:
-            return self._threads > self._waiting
 
     def run(self, jobs: Sequence[Job[_B]], take: Callable[[Job[_B], _B], None], deadline_ms: int) -> None:
         """Do all ``jobs`` by the deadline. ``take`` is called here for each that worked, with its buffer.
@@ -183,6 +189,7 @@ class BouncePool(Generic[_B]):
                     self._threads -= 1
                     return
                 call, job = self._queue.popleft()
+                self._working += 1
                 job.begun, job._filling = True, job.fill is not None
                 buffer = self._idle.pop() if self._idle else None
                 self._buffers += buffer is None
@@ -203,6 +210,11 @@ class BouncePool(Generic[_B]):
             except Exception as e:  # a library's own: it must end neither the thread nor the buffer
                 error = Unavailable(f"{type(e).__name__}: {e}")
             self._ended(call, job, buffer, error)
+            with self._lock:
+                self._working -= 1
+                last = self._closed and not self._working
+            if last:
+                self._end()
 
     def _ended(self, call: _Call[_B], job: Job[_B], buffer: _B | None, error: ForebayError | None) -> None:
         with self._lock:
@@ -221,9 +233,12 @@ class BouncePool(Generic[_B]):
     def close(self) -> None:
         """Take no more work; calls under way end early. Threads end when their commands do. Idempotent."""
         with self._lock:
+            nobody = not self._working and not self._closed
             self._closed = True
             self._work.notify_all()
             for call, _ in self._queue:
                 call.changed.notify()
             self._queue.clear()
             self._idle.clear()
+        if nobody:
+            self._end()

@@ -101,8 +101,9 @@ class DeviceReads:
         self._checksum = checksum
         self._lock = threading.Lock()
         self._opening = threading.Lock()  # for as long as a device takes to be opened: no caller waits for it
-        self._pools: dict[str, tuple[BouncePool[Any], _Buffers]] = {}
+        self._pools: dict[str, BouncePool[Any]] = {}
         self._handles: dict[int, tuple[Disk, Any]] = {}
+        self._closed = False
 
     def run(
         self,
@@ -115,7 +116,6 @@ class DeviceReads:
         views = [segment.view for op in ops.values() for segment in op.segments if segment.view is not None]
         if not views:
             return {i: Outcome(None, (None,) * len(op.segments)) for i, op in ops.items()}, set()
-        pool = self._pool_of(views[0].tensor)
         places: dict[int, tuple[int, int]] = {}
         jobs: list[Job[Any]] = []
         for i, op in ops.items():
@@ -134,7 +134,7 @@ class DeviceReads:
 
         errors: dict[int, ForebayError] = {}
         try:
-            pool.run(jobs, take, deadline_ms)
+            self._pool_of(views[0].tensor).run(jobs, take, deadline_ms)
         except ForebayError as e:
             errors = dict.fromkeys(ops, e)
         failed: set[int] = set()
@@ -196,31 +196,36 @@ class DeviceReads:
                 reopened.close()
             if not handle.is_direct_io_supported():
                 raise Unavailable(f"kvikio would read {disk.path} through the page cache")
-            self._handles[nsid] = disk, handle  # the one before is closed when its last read has ended
+            with self._lock:
+                if not self._closed:
+                    self._handles[nsid] = disk, handle  # the one before is closed when its last read has ended
             return handle
 
     def _pool_of(self, tensor: Any) -> BouncePool[Any]:
         device = str(tensor.device)
         with self._lock:
+            if self._closed:
+                raise Unavailable("the transport is closed")
             if device not in self._pools:
                 buffers = _Buffers(
                     self.path.kvikio, lambda size: self._memory.like(tensor, size), self._depth, self._max_bytes
                 )
-                pool: BouncePool[Any] = BouncePool(
-                    buffers.make, self._depth, self._depth // 2, self._clock, "forebay-device"
+                self._pools[device] = BouncePool(
+                    buffers.make, self._depth, self._depth // 2, self._clock, "forebay-device", end=buffers.free
                 )
-                self._pools[device] = pool, buffers
-            return self._pools[device][0]
+            return self._pools[device]
 
     def close(self) -> None:
-        """Take no more reads; what is under way ends when it does, in memory that is kept for it. Idempotent."""
+        """Take no more reads; what is under way ends when it does, in memory that is kept for it. Idempotent.
+
+        The memory is deregistered when nothing is under way in it any more.
+        """
         with self._lock:
+            self._closed = True
             pools = list(self._pools.values())
             self._handles.clear()
-        for pool, buffers in pools:
+        for pool in pools:
             pool.close()
-            if not pool.busy:
-                buffers.free()
 
 
 def _scatter(op: DeviceReadOp, at: int, length_bytes: int, buffer: Any) -> None:

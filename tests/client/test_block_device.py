@@ -307,7 +307,7 @@ def test_a_call_that_is_interrupted_loses_no_buffer() -> None:
             pool.run(jobs, lambda _job, _buffer: taken.append(1), now_ms() + LONG_MS)
         took = len(taken)
         go.set()
-        eventually(lambda: not pool.stuck and not pool.busy, "what was under way came back")
+        eventually(lambda: not pool.stuck and not pool._working, "what was under way came back")
         assert len(taken) == took, "nothing is taken once the call is over"
     both = [job(bool), job(bool)]
     pool.run(both, lambda _job, _buffer: taken.append(2), now_ms() + LONG_MS)

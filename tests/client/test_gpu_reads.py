@@ -15,6 +15,7 @@ from forebay.client.transports import gpu_path as gpu_path_module
 from forebay.client.transports.base import DeviceReadOp, DeviceSegment, ReadOp, Segment
 from forebay.client.transports.block_device import BlockDeviceOptions, BlockDeviceTransport
 from forebay.client.transports.device_reads import DeviceReads
+from forebay.client.transports.disks import Disk
 from forebay.client.transports.gpu_path import GpuPath, choose_gpu_path, gpu_path
 from forebay.clock import SystemClock
 from forebay.errors import DeadlineExceeded, InvalidArgument, Unavailable
@@ -50,7 +51,7 @@ class Scene:
     @property
     def stuck(self) -> int:
         """Reads that were left behind."""
-        return sum(pool.stuck for pool, _ in self._reads._pools.values())
+        return sum(pool.stuck for pool in self._reads._pools.values())
 
     def read(self, *ops: DeviceReadOp, left_ms: int = LONG_MS) -> list[Any]:
         return self.transport.read_device(ops, now_ms() + left_ms)
@@ -158,6 +159,19 @@ def test_memory_of_a_stuck_read_is_not_given_back(scene: Scene) -> None:
     reader.join(30)
     assert isinstance(answers[0].error, Unavailable)
     assert not scene.kvikio.deregistered
+    scene.kvikio.reading.set()
+    eventually(lambda: scene.kvikio.deregistered == scene.kvikio.registered, "given back when it has come back")
+    assert len(scene.kvikio.deregistered) == 1
+
+
+def test_a_read_that_comes_as_it_is_closed_leaves_no_memory_registered(scene: Scene) -> None:
+    op = DeviceReadOp(1, AT, (DeviceSegment(view(tensor(4096)), 4096),))
+    disk = Disk(scene.path)
+    scene.transport.close()
+    outcomes, failed = scene._reads.run({0: op}, [4096], {1: disk}, now_ms() + LONG_MS)
+    disk.close()
+    assert isinstance(outcomes[0].error, Unavailable)
+    assert not failed and not scene.kvikio.registered
 
 
 def test_a_device_that_is_slow_to_open_keeps_no_call_beyond_its_deadline(
