@@ -59,6 +59,8 @@ _HANGS_MS = 30_000
 """A look that takes longer waits for a drive that is away."""
 _AGAIN_MS = 1_000
 _AGAIN_MOST_MS = 10_000
+_FULL_MS = 30_000
+"""After which a full drive is asked for a region again where nothing else tells whether it has room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class _Watched:
     again_ms: int = 0
     wait_ms: int = _AGAIN_MS
     told: DriveState = DriveState.SERVING
+    full_since_ms: int | None = None
     starved: bool = False
     """It came to want space for what it had promised to hold."""
 
@@ -398,8 +401,7 @@ class NodeDrives:
     async def _judge(self, drive: Drive, watched: _Watched, found: _Look) -> None:
         if found.state is DriveState.SERVING and drive.state is DriveState.SERVING:
             drive.doubted = False
-            if drive.full and found.free_bytes is not None:
-                drive.full = found.free_bytes < self._region_bytes
+            self._look_for_room(drive, watched, found)
             if drive.full or not self._lacks_volumes(drive):
                 watched.wait_ms = _AGAIN_MS
             elif self._e.clock.monotonic_ms() >= watched.again_ms:
@@ -416,6 +418,18 @@ class NodeDrives:
         else:
             await self.lose(drive, found.state, found.reason)
             self._later(watched)
+
+    def _look_for_room(self, drive: Drive, watched: _Watched, found: _Look) -> None:
+        """Whether a full drive may have room again."""
+        now_ms = self._e.clock.monotonic_ms()
+        if not drive.full:
+            watched.full_since_ms = None
+        elif found.free_bytes is not None:
+            drive.full = found.free_bytes < self._region_bytes
+        elif watched.full_since_ms is None:
+            watched.full_since_ms = now_ms
+        elif now_ms - watched.full_since_ms >= _FULL_MS:
+            drive.full, watched.full_since_ms = False, None
 
     def _lacks_volumes(self, drive: Drive) -> bool:
         """Whether there is a namespace that could have a volume there and has none."""

@@ -14,7 +14,7 @@ import pytest
 
 from forebay.appliance.dataplane.interface import Barrier, VolumeErrors, VolumeSpec
 from forebay.appliance.dataplane.volumes import FileVolumes, claim_drive
-from forebay.appliance.namespace import checkpoint
+from forebay.appliance.namespace import checkpoint, drives
 from forebay.appliance.namespace.meta import NodeMeta
 from forebay.appliance.namespace.node import Node
 from forebay.appliance.namespace.space import Drive, DriveState
@@ -174,6 +174,31 @@ async def test_a_drive_that_is_lost_while_a_region_is_claimed_has_no_room(rig: R
 
 
 @on_loop
+async def test_a_full_drive_that_does_not_tell_its_room_is_asked_again_after_a_while(
+    rig: Rig, target: FailingTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a device of a thin pool, to which room was added."""
+    monkeypatch.setattr(drives, "is_device", lambda path: True)
+    await rig.start()
+    await rig.namespace()
+    m = await rig.open()
+    drive = rig.node.engine.space.drives["drive0"]
+    target.fail("prepare_region", NoSpace("the pool has no space left"))
+    for _ in range(2):
+        assert await rig.put(m, b"k", VALUE) == NoSpace.code
+    assert drive.full and target.calls["prepare_region"] == 1, "not by each writer"
+    full_ms = rig.clock.monotonic_ms()
+    async with asyncio.timeout(20):
+        while drive.full:
+            rig.clock.advance(1_000)
+            await rig.node.drives.look()
+            await asyncio.sleep(0.001)
+    assert rig.clock.monotonic_ms() - full_ms >= 30_000
+    assert await rig.put(m, b"k", VALUE) == OK
+    rig.check()
+
+
+@on_loop
 async def test_a_deletion_left_on_a_drive_that_fails_is_left_again(
     tmp_path: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,9 +208,9 @@ async def test_a_deletion_left_on_a_drive_that_fails_is_left_again(
 
     async def start() -> Node:
         meta = await NodeMeta.load(rig.store, os.urandom, REGION)
-        drives = [Drive("drive0", str(rig.drive), 4), Drive("drive1", str(tmp_path / "other"), 4)]
+        mine = [Drive("drive0", str(rig.drive), 4), Drive("drive1", str(tmp_path / "other"), 4)]
         return await Node.open(
-            *(rig.store, meta, rig.target), drives=drives, limits=rig.limits, clock=rig.clock, random=os.urandom
+            *(rig.store, meta, rig.target), drives=mine, limits=rig.limits, clock=rig.clock, random=os.urandom
         )
 
     node = await start()
@@ -214,9 +239,9 @@ async def test_a_drive_that_was_never_claimed_keeps_no_other_from_being_looked_a
     await rig.start()
     meta = await NodeMeta.load(rig.store, os.urandom, REGION)
     unclaimed = Drive("drive1", str(tmp_path / "none"), 4, state=DriveState.AWAY, reason="it is not empty")
-    drives = [unclaimed, Drive("drive0", str(rig.drive), 4)]
+    mine = [unclaimed, Drive("drive0", str(rig.drive), 4)]
     node = await Node.open(
-        *(rig.store, meta, rig.target), drives=drives, limits=rig.limits, clock=rig.clock, random=os.urandom
+        *(rig.store, meta, rig.target), drives=mine, limits=rig.limits, clock=rig.clock, random=os.urandom
     )
     (rig.drive / "forebay.drive").unlink()
     drive = node.engine.space.drives["drive0"]
