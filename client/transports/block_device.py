@@ -30,6 +30,7 @@ from forebay.client.transports.base import (
 from forebay.client.transports.bounce import BouncePool, Job
 from forebay.client.transports.device_reads import DeviceReads
 from forebay.client.transports.disks import Disk, Look, Machine, VolumeIdentity
+from forebay.client.transports.drive_labels import DriveLabels
 from forebay.client.transports.gpu_path import gpu_path
 from forebay.client.transports.requests import CHUNK_BYTES, Request, outcomes, plan
 from forebay.clock import Clock, SystemClock
@@ -128,10 +129,10 @@ class BlockDeviceTransport(Transport):
     ) -> None:
         self._nqn = subsystem_nqn
         self._nguids: Mapping[int, str] = {} if nguids is None else nguids  # its owner adds to an empty one, too
-        self._local = local
         self._writable = writable
         self._options = options or BlockDeviceOptions()
         self._clock = clock or SystemClock()
+        self._labels = DriveLabels(self._clock) if local else None
         self._machine = machine or Machine()
         self._device_reads = device_reads
         self.capabilities = Capabilities("block-device", device_memory=device_reads is not None, writes=writable)
@@ -337,9 +338,11 @@ class BlockDeviceTransport(Transport):
             known = self._volumes.setdefault(nsid, _Volume())
             if known.look is not None and not known.look.ended:
                 return Unavailable("an earlier look at the device has not come back")
+            if self._labels is not None and known.look is None:
+                self._labels.forget()  # a new volume may be on a drive that had none when it was seen
             volume = VolumeIdentity(self._nqn, nsid, self._nguids.get(nsid, ""))
             try:
-                known.look = look = Look(self._machine, volume, local=self._local, writable=self._writable)
+                known.look = look = Look(self._machine, volume, labels=self._labels, writable=self._writable)
             except Unavailable as e:
                 return e
             try:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forebay.client.threads import begin
+from forebay.client.transports.drive_labels import DriveLabels
 from forebay.errors import DeadlineExceeded, ForebayError, Unavailable, VolumeMismatch
 from forebay.ids import LBA_BYTES
 from forebay.volume_label import LABEL_BYTES, VolumeLabel
@@ -153,8 +154,15 @@ class Machine:
                 names.append(entry.name)
         return names
 
-    def find(self, volume: VolumeIdentity, block: memoryview, *, local: bool, writable: bool = False) -> Disk:
-        """The disk that is ``volume``, open; with ``local`` a drive of this machine by its label, too.
+    def find(
+        self,
+        volume: VolumeIdentity,
+        block: memoryview,
+        *,
+        labels: DriveLabels | None = None,
+        writable: bool = False,
+    ) -> Disk:
+        """The disk that is ``volume``, open; with ``labels``, which may be old, a drive of this machine by its label.
 
         ``block`` is aligned memory of `LABEL_BYTES` to read a label into. Raises `Unavailable` when there is none or it
         cannot be opened, and `VolumeMismatch` when what stands there is another volume. May wait for the device for as
@@ -163,11 +171,11 @@ class Machine:
         problem: Unavailable | VolumeMismatch | None = None
         for name in self.attached(volume):
             try:
-                return self._opened(name, volume, block, writable=writable, labelled=False)
+                return self._opened(name, volume, block, writable=writable)
             except (Unavailable, VolumeMismatch) as e:
                 problem = problem or e
-        if problem is None and local and volume.nguid:
-            drives = self._labelled(volume, block, writable=writable)
+        if problem is None and labels is not None and volume.nguid:
+            drives = self._labelled(volume, block, labels, writable=writable)
             if len(drives) == 1:
                 return drives[0]
             for disk in drives:
@@ -175,22 +183,36 @@ class Machine:
             if drives:  # one of them is a copy, and older than the other
                 names = ", ".join(str(disk.path) for disk in drives)
                 problem = VolumeMismatch(f"{names} are all labelled {_digits(volume.nguid)}: none of them is read")
-        where = " or drive" if local else ""
+        where = " or drive" if labels is not None else ""
         raise problem or Unavailable(
             f"no block device{where} here is NSID {volume.nsid} of {volume.subsystem_nqn}: is it connected?"
         )
 
-    def _labelled(self, volume: VolumeIdentity, block: memoryview, *, writable: bool) -> list[Disk]:
+    def _labelled(
+        self, volume: VolumeIdentity, block: memoryview, labels: DriveLabels, *, writable: bool
+    ) -> list[Disk]:
         """The drives of this machine that have the volume's label, open."""
         found = []
+        expected = _digits(volume.nguid)
         for name in self.drives():
+            entry = self.sys / "class/block" / name
+            disk = " ".join(_read(entry / file) for file in ("dev", "diskseq", "size"))
+            known = labels.of(name, disk)
+            if known is not None and known != expected:
+                continue  # somebody else's drive, which may be asleep
             try:
                 found.append(self._opened(name, volume, block, writable=writable, labelled=True))
-            except (Unavailable, VolumeMismatch):
-                continue  # somebody else's drive
+                label = expected
+            except VolumeMismatch:
+                label = _label(block)
+            except Unavailable:
+                label = known or ""  # what was ours is asked for again, and nobody waits for others that are broken
+            labels.note(name, disk, label)
         return found
 
-    def _opened(self, name: str, volume: VolumeIdentity, block: memoryview, *, writable: bool, labelled: bool) -> Disk:
+    def _opened(
+        self, name: str, volume: VolumeIdentity, block: memoryview, *, writable: bool, labelled: bool = False
+    ) -> Disk:
         entry = self.sys / "class/block" / name
         size = _read(entry / "queue/logical_block_size")
         if not size.isdigit() or LBA_BYTES % int(size):
@@ -242,10 +264,10 @@ class Look:
     It has memory of its own, so that nobody has to wait for one that a device holds up. Raises `Unavailable`.
     """
 
-    def __init__(self, machine: Machine, volume: VolumeIdentity, *, local: bool, writable: bool) -> None:
+    def __init__(self, machine: Machine, volume: VolumeIdentity, *, labels: DriveLabels | None, writable: bool) -> None:
         self._machine = machine
         self._volume = volume
-        self._local = local
+        self._labels = labels
         self._writable = writable
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -276,7 +298,7 @@ class Look:
         found: Disk | ForebayError = Unavailable("the look at the devices here failed")
         try:
             page = memoryview(mmap.mmap(-1, LABEL_BYTES))
-            found = self._machine.find(self._volume, page, local=self._local, writable=self._writable)
+            found = self._machine.find(self._volume, page, labels=self._labels, writable=self._writable)
         except ForebayError as e:
             found = e
         except OSError as e:
@@ -288,6 +310,14 @@ class Look:
                 elif isinstance(found, Disk):
                     found.close()
                 self._over.set()
+
+
+def _label(block: memoryview) -> str:
+    """The UUID in a label that was read, "" where it is none."""
+    try:
+        return VolumeLabel.decode(bytes(block[:LABEL_BYTES])).volume_uuid.hex()
+    except VolumeMismatch:
+        return ""
 
 
 def _digits(identifier: str) -> str:

@@ -18,7 +18,8 @@ from forebay.client.transports.base import ReadOp, Segment, Transport, WriteOp
 from forebay.client.transports.block_device import BlockDeviceOptions, BlockDeviceTransport
 from forebay.client.transports.bounce import BouncePool, Job, _Call
 from forebay.client.transports.disks import Disk, Machine, VolumeIdentity
-from forebay.clock import SystemClock
+from forebay.client.transports.drive_labels import DriveLabels
+from forebay.clock import ManualClock, SystemClock
 from forebay.errors import DeadlineExceeded, ForebayError, TargetFailed, TargetRefused, Unavailable, VolumeMismatch
 from forebay.ids import NamespaceId, VolumeId
 from forebay.testing.transport_suite import Area, TransportSuite
@@ -465,7 +466,7 @@ BLOCK = memoryview(mmap.mmap(-1, 4096))
 
 def find(sysfs: Sysfs, nguid: uuid.UUID | None, nsid: int = 1) -> Disk:
     volume = VolumeIdentity(NQN, nsid, nguid.hex if nguid else "")
-    return sysfs.machine.find(volume, BLOCK, local=False)
+    return sysfs.machine.find(volume, BLOCK)
 
 
 def test_a_volume_is_found_by_subsystem_and_nsid_whatever_its_name(device: Device, tmp_path: Path) -> None:
@@ -555,6 +556,56 @@ def test_two_drives_of_one_label_are_both_refused(device: Device, tmp_path: Path
             transport.connect(now_ms() + LONG_MS)
         assert str(copy) in caught.value.message and str(device.path) in caught.value.message
         transport.close()
+
+
+def test_drives_of_others_are_left_asleep(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look opens its own drive; those that are another's are opened once a minute, and when they have changed."""
+    opened: list[str] = []
+    real = Disk.__init__
+
+    def counted(self: Disk, path: Path | str, **settings: Any) -> None:
+        opened.append(str(path))
+        real(self, path, **settings)
+
+    monkeypatch.setattr(Disk, "__init__", counted)
+    clock, second = ManualClock(), uuid.uuid4()
+    nguids = {1: device.nguid.hex, 2: second.hex}
+    with loop_device(tmp_path / "other", SIZE_BYTES) as other:
+        transport = device.transport(nguids=nguids, clock=clock)
+
+        def looks(count: int = 1) -> tuple[int, int]:
+            opened.clear()
+            for _ in range(count):
+                transport.connect(clock.monotonic_ms() + LONG_MS)
+                clock.advance(2_000)
+            return opened.count(str(device.path)), opened.count(str(other))
+
+        assert looks() == (2, 2), "for each of two volumes that are new"
+        assert transport.serves(2) is not None
+        assert looks(5) == (5, 0)
+        clock.advance(60_000)
+        assert looks()[1] == 1, "a label may have been written meanwhile"
+        Device(other, tmp_path / "other").write(0, label(second))
+        clock.advance(60_000)
+        assert looks()[1] == 2, "by whoever came first, and by its own"
+        assert transport.serves(2) is None
+        assert looks(3) == (3, 3), "each has its own"
+        transport.close()
+
+
+def test_another_drive_under_the_same_name_is_looked_at(device: Device, tmp_path: Path) -> None:
+    """As the kernel's count of disks says: what was seen under that name says nothing of it."""
+    sysfs, labels = Sysfs(tmp_path, device.path), DriveLabels(ManualClock())
+    sysfs.add("nvme0n1", 1, nqn="nqn.2014-08.org.nvmexpress:local", diskseq="7")
+    volume = VolumeIdentity(NQN, 1, device.nguid.hex)
+    device.write(0, label(uuid.uuid4()))
+    for written in (False, True):
+        with pytest.raises(Unavailable):
+            sysfs.machine.find(volume, BLOCK, labels=labels)
+        if not written:
+            device.write(0, label(device.nguid))
+    (tmp_path / "sys/class/block/nvme0n1/diskseq").write_text("8\n")
+    sysfs.machine.find(volume, BLOCK, labels=labels).close()
 
 
 def test_blocks_longer_than_ours_are_refused(device: Device, tmp_path: Path) -> None:
