@@ -297,8 +297,10 @@ class Queue:
         self.respond(command, status, result)
 
     def proven(self) -> None:
-        """From now on the queue takes commands."""
+        """From now on the queue takes commands. Raises `PeerLost` where it came too late."""
         assert self.controller is not None, "a connected queue without a controller"
+        if not self._server.claim(self):
+            raise PeerLost("the controller ended, or another queue has the id")
         if self.qid:
             self._conn.in_capsule_limit_bytes = self._limits.in_capsule_bytes
             self._io.serve(self.controller, self._entries)

@@ -250,8 +250,7 @@ class Server:
                 return Status.CONNECT_INVALID_HOST | DNR, 0
             host = HostIdentity(data.host_nqn, str(data.host_id))
             if qid:
-                status, result = self._add_io_queue(queue, qid, data.controller_id, subsystem, host)
-                return status, result if status else result | self._ask_proof(queue, subsystem, host)
+                return self._add_io_queue(queue, qid, data.controller_id, subsystem, host)
             if data.controller_id != DYNAMIC_CONTROLLER:
                 return bad, in_data | spec.CONNECT_DATA.offset_bytes("cntlid")
             cntlid = self._free_cntlid(subsystem)
@@ -307,10 +306,22 @@ class Server:
             return Status.COMMAND_SEQUENCE_ERROR | DNR, 0
         if qid > found.io_queue_limit or qid in found.queues:
             return Status.INVALID_QUEUE_ID | DNR, 0
-        found.queues[qid] = queue
         queue.controller = found
         self.counts["io_qpairs"] += 1
-        return Status.SUCCESS, cntlid
+        asked = self._ask_proof(queue, subsystem, host)
+        if not asked:
+            found.queues[qid] = queue
+        return Status.SUCCESS, cntlid | asked
+
+    def claim(self, queue: Queue) -> bool:
+        """Give a queue its id, once its host has proven who it is; whether it may have it.
+
+        Not at its Connect: whoever knows a host's name would keep the ids of its queues from it.
+        """
+        with self.lock:
+            controller = queue.controller
+            assert controller is not None, "a connected queue without a controller"
+            return not controller.closing and controller.queues.setdefault(queue.qid, queue) is queue
 
     def _free_cntlid(self, subsystem: Subsystem) -> int | None:
         first, last = subsystem.cntlids
@@ -336,16 +347,15 @@ class Server:
                 del controller.queues[queue.qid]
             if queue.qid == 0:
                 # Without its admin queue a controller is over. Base §3.6.
-                controller.closing = True
-                for other in controller.queues.values():
-                    other.cut()
+                self._end_controller(controller)
             if not controller.queues:
                 self.controllers.discard(controller)
 
     def close_io_queues(self, controller: Controller) -> None:
         """End a controller's I/O queues (a reset); returns when they have ended."""
         with self.lock:
-            queues = [queue for qid, queue in controller.queues.items() if qid]
+            admin = controller.queues.get(0)
+            queues = [queue for queue in self.queues if queue.controller is controller and queue is not admin]
         self._end_queues(queues)
 
     def teardown(self, matches: Callable[[Controller], bool]) -> int:
@@ -380,9 +390,14 @@ class Server:
                 late = [one for one in self.controllers if not one.closing and one.expired()]
                 for controller in late:
                     log.warning("controller %d of %s: keep-alive time-out", controller.cntlid, controller.host.nqn)
-                    controller.closing = True
-                    for queue in controller.queues.values():
-                        queue.cut()
+                    self._end_controller(controller)
+
+    def _end_controller(self, controller: Controller) -> None:
+        """Cut its queues, those that have not proven themselves as well. Called with the lock."""
+        controller.closing = True
+        for queue in self.queues:
+            if queue.controller is controller:
+                queue.cut()
 
     def quiesce(self, concerns: Callable[[Queue, Namespace], bool]) -> None:
         """Wait until no command that is under way now touches the media of a namespace that concerns the caller.

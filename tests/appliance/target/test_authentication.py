@@ -261,6 +261,28 @@ def test_an_io_queue_has_to_prove_itself_too(node: Node) -> None:
         assert queue.read(0, 1)[1] == b"a" * 4096
 
 
+def test_who_proves_nothing_keeps_no_queue_id(node: Node) -> None:
+    """Names are no secrets: whoever knows them connects as that host, and gets no further."""
+    with RawHost(node.port).initialize() as admin:
+        cntlid = admin.connect(NQN).result & 0xFFFF
+        authenticate(admin)
+        admin.enable()
+        with RawHost(node.port).initialize() as impostor, RawHost(node.port).initialize() as queue:
+            assert impostor.connect(NQN, qid=1, cntlid=cntlid).status == 0
+            assert queue.connect(NQN, qid=1, cntlid=cntlid).status == 0
+            authenticate(queue)
+            assert queue.write(0, b"b" * 4096).status == 0
+            with RawHost(node.port).initialize() as second:
+                assert refused(second.connect(NQN, qid=1, cntlid=cntlid)) == Status.INVALID_QUEUE_ID
+            authenticate(impostor)
+            impostor.gone()  # a proof does not help it any more: the id is another's
+            assert queue.read(0, 1)[1] == b"b" * 4096
+        with RawHost(node.port).initialize() as late:
+            assert late.connect(NQN, qid=2, cntlid=cntlid).status == 0
+            admin.sock.close()
+            late.gone()
+
+
 def authenticate(host: RawHost, secrets: HostSecrets = BOTH) -> None:
     mine = proof(secrets)
     message: bytes | None = mine.start()
