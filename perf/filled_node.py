@@ -18,14 +18,14 @@ from typing import cast
 
 from forebay.appliance.daemon import DEFAULT_NAMESPACE
 from forebay.appliance.dataplane.interface import Target
-from forebay.appliance.namespace.blocks import Engine, owner_key
 from forebay.appliance.namespace.changes import ChangeLog
 from forebay.appliance.namespace.checkpoint import FILE_NAME, save_checkpoint
 from forebay.appliance.namespace.desired_state import DesiredState, Volume
+from forebay.appliance.namespace.engine import Engine
 from forebay.appliance.namespace.events import EventLog, Waiters
 from forebay.appliance.namespace.eviction import Lru
 from forebay.appliance.namespace.meta import NodeMeta, region_bytes_of
-from forebay.appliance.namespace.records import FLUSHED, Durability, Record
+from forebay.appliance.namespace.records import FLUSHED, Durability, Record, owner_key
 from forebay.appliance.namespace.recovery import recover
 from forebay.appliance.namespace.rocks import RocksStore
 from forebay.appliance.namespace.space import Drive, Space

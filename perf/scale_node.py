@@ -24,13 +24,13 @@ import numpy as np
 from forebay.appliance.dataplane.embedded import EmbeddedTarget
 from forebay.appliance.dataplane.interface import VolumeSpec
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
-from forebay.appliance.namespace.blocks import Engine, owner_key
 from forebay.appliance.namespace.changes import ChangeLog
 from forebay.appliance.namespace.checkpoint import FILE_NAME, save_checkpoint
 from forebay.appliance.namespace.desired_state import DesiredState, Namespace, Volume
+from forebay.appliance.namespace.engine import Engine
 from forebay.appliance.namespace.events import EventLog, Waiters
 from forebay.appliance.namespace.eviction import Lru
-from forebay.appliance.namespace.records import FLUSHED, Durability, Record
+from forebay.appliance.namespace.records import FLUSHED, Durability, Record, owner_key
 from forebay.appliance.namespace.recovery import recover
 from forebay.appliance.namespace.rocks import RocksStore
 from forebay.appliance.namespace.space import Drive, Space

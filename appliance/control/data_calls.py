@@ -228,7 +228,7 @@ class DataCalls:
         return pb.KeyspacesReply(
             keyspaces=b"".join(place.keyspace for place in places),
             generations=pack("u64", [place.generation for place in places]),
-            schemas=[self._node.blocks.schema(place.keyspace).cbor for place in places],
+            schemas=[self._node.verification.schema(place.keyspace).cbor for place in places],
         )
 
     async def acquire(self, principal: Principal, request: pb.AcquireRequest) -> pb.AcquireReply:

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.appliance.directories import sync_directory
-from forebay.appliance.namespace.blocks import Engine
 from forebay.appliance.namespace.cbor_map import load_map
+from forebay.appliance.namespace.engine import Engine
 from forebay.checksum import crc32c
 from forebay.crashpoints import crash_point
 from forebay.errors import MetadataCorrupt

@@ -34,8 +34,8 @@ from forebay.appliance.dataplane.interface import VolumeErrors, VolumeSpec
 from forebay.appliance.dataplane.labels import LabelledVolumes, translated, volume_size_bytes
 from forebay.appliance.dataplane.volumes import open_drive, volumes_on
 from forebay.appliance.directories import probe_directory
-from forebay.appliance.namespace.blocks import Engine
 from forebay.appliance.namespace.desired_state import DesiredState, Namespace, Volume
+from forebay.appliance.namespace.engine import Engine
 from forebay.appliance.namespace.meta import NodeMeta
 from forebay.appliance.namespace.records import FLUSHED
 from forebay.appliance.namespace.space import Drive, DriveState

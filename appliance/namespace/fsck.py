@@ -23,17 +23,18 @@ from forebay.appliance.dataplane.extents import ExtentMap
 from forebay.appliance.dataplane.labels import LabelledVolumes, volume_size_bytes
 from forebay.appliance.dataplane.target.volume import Volume as OpenVolume
 from forebay.appliance.dataplane.volumes import open_drive
-from forebay.appliance.namespace.blocks import Engine, owner_key, tile_ranges
 from forebay.appliance.namespace.changes import ChangeLog
 from forebay.appliance.namespace.desired_state import DesiredState, Volume
+from forebay.appliance.namespace.engine import Engine
 from forebay.appliance.namespace.events import EventLog, Waiters
 from forebay.appliance.namespace.eviction import Lru
 from forebay.appliance.namespace.meta import NodeMeta, region_bytes_of
 from forebay.appliance.namespace.quarantine import Quarantine
-from forebay.appliance.namespace.records import FLUSHED, Record
+from forebay.appliance.namespace.records import FLUSHED, Record, owner_key
 from forebay.appliance.namespace.recovery import load_index, recover
 from forebay.appliance.namespace.space import Drive, Space
 from forebay.appliance.namespace.store import Store
+from forebay.appliance.namespace.verification import tile_ranges
 from forebay.clock import SystemClock
 from forebay.errors import DataDirInUse, DataDirNewer, ForebayError, MetadataCorrupt
 from forebay.ids import LBA_BYTES, Extent, NamespaceId, StoredKey, VolumeId, split_stored_key

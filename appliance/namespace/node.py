@@ -20,7 +20,7 @@ import numpy as np
 from forebay.appliance.dataplane.interface import Barrier, EndpointInfo, HostView, Target, VolumeSpec
 from forebay.appliance.dataplane.labels import translated
 from forebay.appliance.namespace.acl import Access, Acl
-from forebay.appliance.namespace.blocks import Blocks, Engine
+from forebay.appliance.namespace.blocks import Blocks
 from forebay.appliance.namespace.changes import ChangeLog
 from forebay.appliance.namespace.checkpoint import drop_unfinished, save_checkpoint
 from forebay.appliance.namespace.desired_state import (
@@ -32,17 +32,20 @@ from forebay.appliance.namespace.desired_state import (
     check_name,
 )
 from forebay.appliance.namespace.drives import NodeDrives
+from forebay.appliance.namespace.engine import Engine
 from forebay.appliance.namespace.events import EventLog, Waiters
 from forebay.appliance.namespace.eviction import Lru
 from forebay.appliance.namespace.meta import NodeMeta
 from forebay.appliance.namespace.misses import Place
 from forebay.appliance.namespace.recovery import Recovered, recover
 from forebay.appliance.namespace.reserve import Reserve
+from forebay.appliance.namespace.retirement import Retirement
 from forebay.appliance.namespace.room import Room, Watermarks
 from forebay.appliance.namespace.scrub import Scrubber, ScrubLimits
 from forebay.appliance.namespace.sessions import Session, SessionState, SessionTable
 from forebay.appliance.namespace.space import Drive, DriveState, Space
 from forebay.appliance.namespace.store import Op, Store
+from forebay.appliance.namespace.verification import Verification
 from forebay.appliance.namespace.writes import Writes
 from forebay.clock import Clock
 from forebay.crashpoints import crash_point
@@ -112,10 +115,12 @@ class Node:
         self.limits = limits
         self.acl = Acl(state)
         self.sessions = SessionTable(engine.clock, engine.random, limits.max_sessions)
-        self.blocks = Blocks(engine)
-        self.room = Room(engine, self.blocks, state, limits.watermarks)
-        self.writes = Writes(engine, self.blocks, self.room)
-        self.scrubber = Scrubber(engine, self.blocks, limits.scrub)
+        self.retirement = Retirement(engine)
+        self.verification = Verification(engine, self.retirement)
+        self.blocks = Blocks(engine, self.retirement, self.verification)
+        self.room = Room(engine, self.retirement, state, limits.watermarks)
+        self.writes = Writes(engine, self.blocks, self.retirement, self.room)
+        self.scrubber = Scrubber(engine, self.verification, limits.scrub)
         self.recovered = Recovered(0, 0, 0)
         self._checkpoint = checkpoint
         self._checkpointed = 0
@@ -306,7 +311,7 @@ class Node:
             if not rows.size:
                 break
             rows = rows[:_DELETE_BATCH]
-            await self.blocks.retire(rows, self.blocks.keys_of(rows), "cleared")
+            await self.retirement.retire(rows, e.keys_of(rows), "cleared")
         ops = e.store.deletes("blocks", namespace.id.to_bytes(4, "big"))
         for volume in self.state.volumes_of(namespace.id):
             ops += e.store.deletes("owners", volume.id.to_bytes(4, "big"))
@@ -480,7 +485,7 @@ class Node:
             self.engine.counters["sessions_expired"] += 1
             await self._attempt(self.end_session(session))
         await self._attempt(self.writes.sweep())
-        await self._attempt(self.blocks.finish_deletes())
+        await self._attempt(self.retirement.finish_deletes())
 
     async def background(self) -> bool:
         """A bit of work that can wait: suspects to verify, deletions to finish. True if there may be more."""
@@ -489,7 +494,7 @@ class Node:
                 if namespace.deleting and self._drained(namespace.id) and self.drives.all_there(namespace.id):
                     await self._attempt(self._finish_delete(namespace))
         await self._reclaim()
-        return bool(await self.blocks.verify_some())
+        return bool(await self.verification.verify_some())
 
     def _drained(self, namespace: int) -> bool:
         """Whether no session has anything of a namespace under way: a commit would bring back what was cleared."""
@@ -508,7 +513,7 @@ class Node:
             self._reclaim_budget = min(self._reclaim_budget + rate * elapsed_ms // 1000, rate)
             taken = -1
             while taken and self._reclaim_budget > 0:
-                taken = await self.blocks.reclaim(minimum, self._reclaim_budget)
+                taken = await self.retirement.reclaim(minimum, self._reclaim_budget)
                 self._reclaim_budget -= taken
 
     async def checkpoint(self, *, least_changes: int = 1) -> bool:
@@ -521,7 +526,7 @@ class Node:
         try:
             with translated(f"checkpoint {self._checkpoint}"):
                 saved = await save_checkpoint(
-                    self.engine, self._checkpoint, self.meta.node_id, lambda: self.blocks.delete_failed
+                    self.engine, self._checkpoint, self.meta.node_id, lambda: self.retirement.delete_failed
                 )
         except ForebayError:
             drop_unfinished(self._checkpoint)  # it may be what fills the drive

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from forebay.appliance.namespace.space import DriveState
 
 if TYPE_CHECKING:
-    from forebay.appliance.namespace.blocks import Engine
+    from forebay.appliance.namespace.engine import Engine
 
 __all__ = ["Affects", "Problem", "problems_of", "reads_go_on", "writes_go_on"]
 

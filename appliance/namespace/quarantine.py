@@ -3,7 +3,7 @@
 ========= ================================================ =========================================================
 extent    moved by                                          what ends it
 ========= ================================================ =========================================================
-visible   `Blocks.retire` with a reason to keep it          the batch that deletes its record also quarantines it
+visible   `Retirement.retire` with a reason to keep it      the batch that deletes its record also quarantines it
 held      the last lease on it has ended (`settle`)         an administrator's release, or the end of its volume
 ========= ================================================ =========================================================
 

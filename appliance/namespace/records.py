@@ -47,7 +47,7 @@ from forebay.checksum import CHECKSUM_BYTES, CRC32C, crc32c
 from forebay.errors import DataDirNewer, MetadataCorrupt
 from forebay.ids import MAX_TILES, Extent, VolumeId, WriteId
 
-__all__ = ["FLUSHED", "PINNED", "PREFIX", "PREFIX_DTYPE", "RECORD_VERSION", "Durability", "Record"]
+__all__ = ["FLUSHED", "PINNED", "PREFIX", "PREFIX_DTYPE", "RECORD_VERSION", "Durability", "Record", "owner_key"]
 
 RECORD_VERSION = 1
 FLUSHED = 1
@@ -57,6 +57,7 @@ PREFIX = struct.Struct("<BBBBHH16sIBBHQQQQQQQII")
 assert PREFIX.size == 96
 _CRC = struct.Struct("<I")
 _CRC_AT = 92
+_OWNER_KEY = struct.Struct(">IQ")
 
 PREFIX_DTYPE = np.dtype(
     [
@@ -84,6 +85,11 @@ PREFIX_DTYPE = np.dtype(
 )
 """The prefix for numpy: many records at once."""
 assert PREFIX_DTYPE.itemsize == PREFIX.size
+
+
+def owner_key(volume: int, offset_bytes: int) -> bytes:
+    """Key of the owners family: who has the extent at that place."""
+    return _OWNER_KEY.pack(volume, offset_bytes)
 
 
 class Durability(IntEnum):

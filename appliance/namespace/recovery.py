@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from forebay.appliance.namespace.blocks import Engine
 from forebay.appliance.namespace.checkpoint import load_checkpoint
 from forebay.appliance.namespace.desired_state import DesiredState
+from forebay.appliance.namespace.engine import Engine
 from forebay.appliance.namespace.record_batch import RecordBatch
 from forebay.appliance.namespace.records import FLUSHED
 from forebay.appliance.namespace.store import Op

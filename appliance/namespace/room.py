@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forebay.appliance.namespace.blocks import Blocks, Engine
 from forebay.appliance.namespace.desired_state import DesiredState, Eviction, Namespace
+from forebay.appliance.namespace.engine import Engine
 from forebay.appliance.namespace.records import PINNED
+from forebay.appliance.namespace.retirement import Retirement
 from forebay.errors import OK, ForebayError, NoSpace, QuotaExceeded
 from forebay.ids import LBA_BYTES, Extent
 from forebay.index import Rows, findable
@@ -69,9 +70,9 @@ class _Need:
 class Room:
     """Extents for writers, by evicting if need be."""
 
-    def __init__(self, engine: Engine, blocks: Blocks, state: DesiredState, watermarks: Watermarks) -> None:
+    def __init__(self, engine: Engine, retirement: Retirement, state: DesiredState, watermarks: Watermarks) -> None:
         self._e = engine
-        self._blocks = blocks
+        self._retirement = retirement
         self._state = state
         self._watermarks = watermarks
         self._ahead: dict[int, asyncio.Task[None]] = {}
@@ -197,7 +198,7 @@ class Room:
         victims = self._next_victims(need, count)
         if not victims.size:
             return False
-        await self._blocks.retire(victims, self._blocks.keys_of(victims), "evicted")
+        await self._retirement.retire(victims, self._e.keys_of(victims), "evicted")
         self._e.counters[f"evicted_for_{need.limit}"] += len(victims)
         return True
 
@@ -283,7 +284,7 @@ class Room:
 
     async def _empty(self, rows: Rows) -> bool:
         if rows.size:
-            await self._blocks.retire(rows, self._blocks.keys_of(rows), "evicted")
+            await self._retirement.retire(rows, self._e.keys_of(rows), "evicted")
             self._e.counters["evicted_for_space"] += len(rows)
         return True
 

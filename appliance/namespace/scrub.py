@@ -1,7 +1,7 @@
 """Scrubbing: every visible block is read at the target from time to time, and a bad one is dropped.
 
 A pass walks the blocks that were visible when it began, suspects first, then by volume and offset. It works in short
-batches under a rate, and holds only the blocks of the batch: writers, readers and eviction go on. `Blocks.verify` is
+batches under a rate, and holds only the blocks of the batch: writers, readers and eviction go on. `Verification` is
 the one judge. The node's own pass is spread over an interval; an administrator can ask for one more, which goes first.
 """
 
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from forebay.appliance.namespace.blocks import Blocks, Engine
+from forebay.appliance.namespace.engine import Engine
+from forebay.appliance.namespace.verification import Verification
 from forebay.errors import Busy
 from forebay.index import BlockIndex, Rows, RowState, findable
 
@@ -113,9 +114,9 @@ def _order(
 class Scrubber:
     """Walks; `step` is called over and over by whoever drives it."""
 
-    def __init__(self, engine: Engine, blocks: Blocks, limits: ScrubLimits) -> None:
+    def __init__(self, engine: Engine, verification: Verification, limits: ScrubLimits) -> None:
         self._e = engine
-        self._blocks = blocks
+        self._verification = verification
         self._limits = limits
         self._own: _Pass | None = None
         self._asked: _Pass | None = None
@@ -179,7 +180,7 @@ class Scrubber:
         rows = self._next_batch(one)
         if rows.size:
             size = int(self._e.index.length[rows].sum(dtype=np.uint64))
-            verdict = await self._blocks.verify_rows(rows)
+            verdict = await self._verification.verify_rows(rows)
             if verdict.unknown:
                 one.at = before  # the target is away: the same again when it is back
                 return 4 * _IDLE_MS
@@ -198,7 +199,7 @@ class Scrubber:
         """The pass to go on with: one that was asked for, else the node's own, begun anew when it is time."""
         if self._asked is not None and self._asked.state == "running":
             return self._asked
-        if not self._limits.interval_ms or self._blocks.sweeping:
+        if not self._limits.interval_ms or self._verification.sweeping:
             return None  # after an unclean stop the sweep verifies suspects first
         now_ms = self._e.clock.monotonic_ms()
         if self._own is None or (self._own.state == "done" and now_ms - self._own.ended_ms >= _REST_MS):

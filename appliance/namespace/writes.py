@@ -28,9 +28,11 @@ import numpy as np
 
 from forebay.appliance.dataplane.extents import slot_class_bytes
 from forebay.appliance.dataplane.interface import Barrier, Target, VolumeSpec, WriteGrant
-from forebay.appliance.namespace.blocks import Blocks, Engine, owner_key
+from forebay.appliance.namespace.blocks import Blocks
+from forebay.appliance.namespace.engine import Engine
 from forebay.appliance.namespace.quarantine import Quarantined
-from forebay.appliance.namespace.records import FLUSHED, Durability, Record
+from forebay.appliance.namespace.records import FLUSHED, Durability, Record, owner_key
+from forebay.appliance.namespace.retirement import Retirement
 from forebay.appliance.namespace.room import Room
 from forebay.appliance.namespace.sessions import PendingWrite, Session, SessionState, WriteState
 from forebay.appliance.namespace.store import Op
@@ -84,9 +86,10 @@ class TileSum:
 class Writes:
     """The engine's writing side. One event loop owns it."""
 
-    def __init__(self, engine: Engine, blocks: Blocks, room: Room) -> None:
+    def __init__(self, engine: Engine, blocks: Blocks, retirement: Retirement, room: Room) -> None:
         self._e = engine
         self._blocks = blocks
+        self._retirement = retirement
         self._room = room
         self._by_digest: dict[bytes, PendingWrite] = {}
         self._next_grant = 1
@@ -365,7 +368,7 @@ class Writes:
         else:
             await self._close_grants(group)
         crash_point("commit.after_data_before_metadata")
-        await self._blocks.let_deletes_pass([w.stored_key for w in group])
+        await self._retirement.let_deletes_pass([w.stored_key for w in group])
         try:
             self._blocks.admit(group[0].session)
         except StaleGeneration as error:

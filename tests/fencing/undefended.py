@@ -45,7 +45,7 @@ from forebay.appliance.dataplane.target.precedence import Precedence
 from forebay.appliance.dataplane.target.private_methods import PrivateMethods
 from forebay.appliance.dataplane.target.server import Server
 from forebay.appliance.dataplane.target.subsystems import Namespace, Subsystem
-from forebay.appliance.namespace.blocks import Blocks
+from forebay.appliance.namespace.retirement import Retirement
 from forebay.appliance.namespace.room import Room
 from forebay.appliance.namespace.sessions import PendingWrite, WriteState
 from forebay.appliance.namespace.writes import Writes
@@ -160,8 +160,8 @@ def _evictable(plain: Plain, self: Room, rows: Any) -> Any:
     return rows[findable(self._e.index.state[rows])] if on("evict-leased") else plain(self, rows)
 
 
-@instead(Blocks, "_free_retired")
-def _free_retired(plain: Plain, self: Blocks, rows: Any) -> None:
+@instead(Retirement, "free_unleased")
+def _free_unleased(plain: Plain, self: Retirement, rows: Any) -> None:
     if not on("free-leased"):
         plain(self, rows)
         return

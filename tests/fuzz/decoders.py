@@ -19,8 +19,8 @@ from typing import Any, cast
 import cbor2
 
 from forebay.appliance.dataplane.labels import DriveIdentity, decode_identity, encode_identity
-from forebay.appliance.namespace.blocks import Engine
 from forebay.appliance.namespace.checkpoint import load_checkpoint
+from forebay.appliance.namespace.engine import Engine
 from forebay.appliance.namespace.records import PREFIX, Durability, Record
 from forebay.checksum import crc32c
 from forebay.client import WritePlan

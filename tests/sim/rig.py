@@ -276,7 +276,7 @@ class Rig:
     def _check_metadata(self, rows: Sequence[int]) -> None:
         index, store = self.node.engine.index, self.store
         found = [r for r in rows if index.state[r] in (RowState.VISIBLE, RowState.SUSPECT)]
-        keys = self.node.blocks.keys_of(_array(found))
+        keys = self.node.engine.keys_of(_array(found))
         for row, key in zip(found, keys, strict=True):
             assert store.get("blocks", key) is not None, f"row {row} has no record"
         assert index.count == len(found)

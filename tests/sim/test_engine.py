@@ -956,7 +956,7 @@ async def test_a_block_whose_flush_is_not_known_is_verified_before_it_is_served(
     located = await rig.node.blocks.acquire(m.session, [BlockKey(b"lost"), BlockKey(b"lost"), BlockKey(b"sound")], 1000)
     assert located.status.tolist() == [Absent.code, Absent.code, OK]
     assert rig.present(m, b"lost") == [False]
-    await rig.node.blocks.verify_some()
+    await rig.node.verification.verify_some()
     assert (rig.node.engine.index.state[: rig.node.engine.index.high] != RowState.SUSPECT).all()
     rig.check()
     await rig.restart()
@@ -972,7 +972,7 @@ async def test_a_clean_stop_settles_no_doubt_that_was_there_before(rig: Rig) -> 
     assert rig.node.recovered.suspects == 1
     await rig.restart(clean=True)
     assert rig.node.recovered.suspects == 1
-    await rig.node.blocks.verify_some()
+    await rig.node.verification.verify_some()
     await rig.restart(clean=True)
     assert rig.node.recovered.suspects == 0
 
@@ -1000,7 +1000,7 @@ async def test_a_suspect_deleted_while_it_is_verified_is_freed_once(rig: Rig) ->
     m = await rig.open()
     rig.target.corrupt(next(iter(rig.target.volumes)), REGION)
     gate = rig.target.hold("checksums")
-    verify = asyncio.ensure_future(rig.node.blocks.verify_some())
+    verify = asyncio.ensure_future(rig.node.verification.verify_some())
     await gate.reached.wait()
     await rig.node.blocks.delete(m.session, [BlockKey(b"k")])
     assert await rig.put(m, b"k", VALUE[::-1]) == OK

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from forebay.appliance.dataplane.volumes import FileVolumes
-from forebay.appliance.namespace.blocks import owner_key
 from forebay.appliance.namespace.fsck import Fsck, FsckReport
-from forebay.appliance.namespace.records import Record
+from forebay.appliance.namespace.records import Record, owner_key
 from forebay.appliance.namespace.store import MemoryStore, Op
 from forebay.errors import OK, MetadataCorrupt, VolumeMismatch
 from forebay.ids import Extent, VolumeId

@@ -22,10 +22,12 @@ from forebay.appliance.control.calls import Calls, finish
 from forebay.appliance.namespace.acl import Acl
 from forebay.appliance.namespace.blocks import Blocks
 from forebay.appliance.namespace.desired_state import DesiredState
+from forebay.appliance.namespace.retirement import Retirement
 from forebay.appliance.namespace.room import Room
 from forebay.appliance.namespace.sessions import PendingWrite, SessionTable
 from forebay.appliance.namespace.space import Drive, Space
 from forebay.appliance.namespace.store import MemoryStore, Op
+from forebay.appliance.namespace.verification import Verification
 from forebay.errors import OK, Busy, ConnectionLost, DeadlineExceeded, ForebayError, StaleGeneration, WriteFenced
 from forebay.ids import LBA_BYTES, BlockKey, Extent, VolumeId
 from forebay.index import Rows, RowState
@@ -65,12 +67,12 @@ async def wrong(read: Coroutine[Any, Any, bytes | None], right: bytes | None) ->
 async def test_1_bytes_that_were_lost_are_not_served(rig: Rig, monkeypatch: Patch, removed: bool) -> None:
     """Defence: after an unclean stop the target's checksums are compared before a block is served."""
 
-    def believe(self: Blocks, rows: Rows, found: Sequence[int]) -> Rows:
+    def believe(self: Verification, rows: Rows, found: Sequence[int]) -> Rows:
         self._e.index.state[rows] = RowState.VISIBLE
         return rows[:0]
 
     if removed:
-        monkeypatch.setattr(Blocks, "_judge", believe)
+        monkeypatch.setattr(Verification, "_judge", believe)
     rig.target.journal = True
     m = await opened(rig, durability=1)
     await rig.put(m, b"k", VALUE)
@@ -199,8 +201,8 @@ async def test_3_a_block_is_durable_before_it_is_visible(rig: Rig, monkeypatch: 
 # ------------------------------------------------------------------------------- 4. one owner
 
 
-def careless_free(self: Blocks, rows: Rows) -> None:
-    """`Blocks._free_retired` without a look at leases."""
+def careless_free(self: Retirement, rows: Rows) -> None:
+    """`Retirement.free_unleased` without a look at leases."""
     index = self._e.index
     over = np.unique(rows)[index.state[np.unique(rows)] == RowState.RETIRED]
     for row in over.tolist():
@@ -214,7 +216,7 @@ def careless_free(self: Blocks, rows: Rows) -> None:
 async def test_4_leased_bytes_stay_until_the_lease_ends(rig: Rig, monkeypatch: Patch, removed: bool) -> None:
     """Defence (ii): an extent is free only when leases on it have ended."""
     if removed:
-        monkeypatch.setattr(Blocks, "_free_retired", careless_free)
+        monkeypatch.setattr(Retirement, "free_unleased", careless_free)
     m = await opened(rig)
     await rig.put(m, b"k", VALUE)
     located = await rig.node.blocks.acquire(m.session, [BlockKey(b"k")], 10_000)
@@ -244,7 +246,7 @@ async def test_4_an_extent_is_not_given_again_before_its_delete_is_durable(rig: 
     await rig.put(m, b"k", VALUE)
     located = await rig.node.blocks.acquire(m.session, [BlockKey(b"k")], 10_000)
     if removed:
-        rig.node.blocks._undurable = Forgetful()
+        rig.node.retirement._undurable = Forgetful()
     store.gate.clear()
     delete = asyncio.ensure_future(rig.node.blocks.delete(m.session, [BlockKey(b"k")]))
     await until(lambda: store.waiting > 0, "the delete is on its way")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from forebay.appliance.namespace.blocks import owner_key
 from forebay.appliance.namespace.quarantine import SHARE
+from forebay.appliance.namespace.records import owner_key
 from forebay.appliance.namespace.scrub import ScrubLimits, ScrubReport
 from forebay.appliance.namespace.store import Op
 from forebay.errors import OK, Busy, NotFound, TargetFailed, Unavailable
@@ -286,7 +286,7 @@ async def test_suspects_that_cannot_be_read_keep_no_others_waiting(rig: Rig) -> 
     await rig.restart()
     assert rig.node.scrubber.report().suspects_left == 67
     rig.target.unreadable.update([(volume, 0), *places])  # nor the label: nothing says that it is the blocks
-    while rig.node.blocks.sweeping:
+    while rig.node.verification.sweeping:
         await rig.node.background()
     assert rig.node.scrubber.report().suspects_left == 64
     while rig.node.engine.counters["scrubbed_blocks"] < 67:

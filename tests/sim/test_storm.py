@@ -222,7 +222,7 @@ class Storm:
         for session in node.sessions:
             await node.end_session(session)
         index = node.engine.index
-        assert not index.leases.any() and not node.blocks._undurable
+        assert not index.leases.any() and not node.retirement._undurable
         assert not target.allowed and len(node.sessions) == 0
         self.rig.check()
 
