@@ -23,7 +23,7 @@ from forebay.client.transports.queues import IoQueue
 from forebay.client.transports.requests import CHUNK_BYTES, Request
 from forebay.client.transports.status import error_of
 from forebay.clock import Clock
-from forebay.errors import ConnectionLost, DeadlineExceeded, ForebayError, ProtocolError
+from forebay.errors import DeadlineExceeded, ForebayError, ProtocolError
 from forebay.ids import LBA_BYTES
 from forebay.nvmerdma import in_capsule, keyed, response
 from forebay.nvmetcp import command as nvme
@@ -141,15 +141,7 @@ class RdmaQueue(IoQueue):
         self.bytes_in_flight += length_bytes
         address, key = (place.address, place.key.remote) if place else (0, 0)
         self._link.send(cid, keyed(command._replace(cid=cid), address, length_bytes, key), None)
-        try:
-            self._drive(deadline_ms, lambda: cid not in self._open)
-        except ForebayError as e:
-            self.close()
-            # A refusal may have its end right behind it: why is worth more than that.
-            if request.error is None or not isinstance(e, ConnectionLost):
-                raise
-        if request.error is not None:
-            raise request.error
+        self._finish(request, lambda: cid not in self._open, deadline_ms)
         assert one.completion is not None, "a command that is over has a completion"
         into = bytearray(read_bytes)
         if read_bytes and place is not None and place.offset is not None:

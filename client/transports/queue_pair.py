@@ -100,7 +100,6 @@ class QueuePair(IoQueue):
         return pair
 
     def set_depth(self, commands: int) -> None:
-        """How many commands may be in flight: one less than the queue has entries. Base §3.3.1.5."""
         self._free = list(range(commands))
 
     # --- one command at a time: the admin queue and Connect ---------------------------------------------------------
@@ -108,11 +107,6 @@ class QueuePair(IoQueue):
     def execute(
         self, command: Command, deadline_ms: int, *, data: bytes | None = None, read_bytes: int = 0
     ) -> tuple[Completion, bytearray]:
-        """Run one command to its end; ``command.cid`` is replaced. Returns the completion and the data it read.
-
-        Raises what `error_of` makes of a bad status, and the connection is good after that; every other error closes
-        it, one that came right behind the answer too.
-        """
         cid = self._free.pop()
         into = bytearray(read_bytes)
         segments = [Segment(memoryview(into), read_bytes)] if read_bytes else []
@@ -122,15 +116,9 @@ class QueuePair(IoQueue):
         self._admin[cid] = None
         self._out += self._codec.send_command(command._replace(cid=cid), data=data, read_bytes=read_bytes)
         try:
-            self._drive(deadline_ms, lambda: cid not in self._open)
-        except ForebayError as e:
-            self.close()
-            # A refusal may have its end right behind it: why is worth more than that.
-            if request.error is None or not isinstance(e, ConnectionLost):
-                raise
-        completion = self._admin.pop(cid)
-        if request.error is not None:
-            raise request.error
+            self._finish(request, lambda: cid not in self._open, deadline_ms)
+        finally:
+            completion = self._admin.pop(cid)
         return completion or Completion(0, 0, 0, cid, 0, False), into
 
     def _drive(self, deadline_ms: int, done: Callable[[], bool]) -> None:
@@ -149,7 +137,6 @@ class QueuePair(IoQueue):
 
     @property
     def in_flight(self) -> int:
-        """Commands sent and not completed."""
         return len(self._open)
 
     def takes(self, request: Request) -> bool:
@@ -160,7 +147,6 @@ class QueuePair(IoQueue):
         return bool(self._out)
 
     def submit(self, request: Request) -> None:
-        """Queue a command; `flush` sends it."""
         cid = self._free.pop()
         slba, blocks = request.offset_bytes // LBA_BYTES, request.length_bytes // LBA_BYTES
         self._open[cid] = request
@@ -179,7 +165,6 @@ class QueuePair(IoQueue):
             self._out += self._codec.send_command(command, write_bytes=request.length_bytes)
 
     def flush(self) -> None:
-        """Send what is queued, as far as the socket takes it."""
         out = self._out
         while out:
             try:
@@ -197,7 +182,6 @@ class QueuePair(IoQueue):
                 out.popleft()
 
     def receive(self, budget_bytes: int) -> bool:
-        """Take what has arrived, about ``budget_bytes`` at most. Returns whether more may be there."""
         codec, sock, head = self._codec, self._sock, self._head
         while budget_bytes > 0:
             due = codec.payload_remaining
@@ -273,7 +257,6 @@ class QueuePair(IoQueue):
     # --- between holders --------------------------------------------------------------------------------------------
 
     def usable(self) -> bool:
-        """Whether an idle queue is still connected: nothing may have arrived on it."""
         return not self.closed and not self._open and not self._out and not self._poll_idle()
 
     def _poll_idle(self) -> bool:
@@ -281,19 +264,16 @@ class QueuePair(IoQueue):
         return bool(self._poll.poll(0))
 
     def fail(self, error: ForebayError) -> None:
-        """Close the connection and give every command in flight this end."""
         self.close()
         for request in self._open.values():
             request.error = error
         self._open.clear()
 
     def cut(self) -> None:
-        """End the connection, from any thread: whoever waits in it wakes up, and closes it."""
         with suppress(OSError):  # it may have ended by itself
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket; nothing arrives after this."""
         if not self.closed:
             self.closed = True
             self._out.clear()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 from forebay.client.transports.requests import Request
-from forebay.errors import ForebayError
+from forebay.errors import ConnectionLost, ForebayError
 from forebay.nvmetcp.command import Command, Completion
 
 __all__ = ["Dial", "IoQueue"]
@@ -40,6 +41,22 @@ class IoQueue(ABC):
         Raises what `error_of` makes of a bad status, and the connection is good after that; every other error closes
         it, one that came right behind the answer too.
         """
+
+    @abstractmethod
+    def _drive(self, deadline_ms: int, done: Callable[[], bool]) -> None:
+        """Send and receive until ``done``. Raises `DeadlineExceeded`, and what `receive` does."""
+
+    def _finish(self, request: Request, done: Callable[[], bool], deadline_ms: int) -> None:
+        """The end of `execute`: its one command is driven until it is ``done``."""
+        try:
+            self._drive(deadline_ms, done)
+        except ForebayError as e:
+            self.close()
+            # A refusal may have its end right behind it: why is worth more than that.
+            if request.error is None or not isinstance(e, ConnectionLost):
+                raise
+        if request.error is not None:
+            raise request.error
 
     @property
     @abstractmethod
