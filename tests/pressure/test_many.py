@@ -17,7 +17,6 @@ import pytest
 from tests.pressure import herd
 from tests.pressure.conftest import CALM, Node, eventually
 
-PROCESSES = 8
 MIB = 1 << 20
 
 

@@ -153,6 +153,19 @@ class _Transcript:
     def _sequence(self) -> int:
         return int.from_bytes(self._random(4), "little") or 1  # 0 would say that there is none
 
+    def _value(self, message: bytes, at: int, value_bytes: int) -> bytes:
+        """The peer's public value, as long as the group has it. Raises `_Wrong`."""
+        if value_bytes != public_bytes(self._group) or len(message) < at + value_bytes:
+            raise _Wrong(_CUT_SHORT)
+        return message[at : at + value_bytes]
+
+    def _share(self, exchange: Exchange, value: bytes) -> None:
+        """Agree on a secret by the peer's public value. Raises `_Wrong`."""
+        shared = exchange.shared(value)
+        if shared is None:
+            raise _Wrong(AuthenticationFailure.GROUP_NOT_USABLE)
+        self._shared = shared
+
     def _response(self, key: bytes, challenge: bytes, sequence: int, names: bytes) -> bytes:
         """The HMAC over the challenge, augmented by what was agreed on, and who proves what. Base §8.13.5.4."""
         name = HASH_NAMES[self._hash]
@@ -229,17 +242,14 @@ class HostAuthentication(_Transcript):
             raise _Wrong(AuthenticationFailure.GROUP_NOT_USABLE)
         self._hash, self._group = DhchapHash(hash_id), DhGroup(group_id)
         value_at = layout.size + length
-        if length != digest_bytes(self._hash) or value_bytes != public_bytes(self._group):
+        if length != digest_bytes(self._hash):
             raise _Wrong(_CUT_SHORT)
-        if len(message) < value_at + value_bytes:
-            raise _Wrong(_CUT_SHORT)
+        value = self._value(message, value_at, value_bytes)
         challenge, mine = message[layout.size : value_at], b""
         if self._group is not DhGroup.NULL:
             exchange = Exchange(self._group, self._random)
-            shared = exchange.shared(message[value_at : value_at + value_bytes])
-            if shared is None:
-                raise _Wrong(AuthenticationFailure.GROUP_NOT_USABLE)
-            mine, self._shared = exchange.public, shared
+            self._share(exchange, value)
+            mine = exchange.public
         response = self._host_response(challenge, sequence)
         proves = self._secrets.controller is not None
         if proves:
@@ -386,15 +396,11 @@ class ControllerAuthentication(_Transcript):
         layout = spec.DHCHAP_REPLY
         length, asked, value_bytes, sequence = _fields(layout, message, AuthenticationMessage.REPLY, self._transaction)
         value_at = layout.size + 2 * length
-        if length != len(self._challenge) or value_bytes != public_bytes(self._group):
+        if length != len(self._challenge):
             raise _Wrong(_CUT_SHORT)
-        if len(message) < value_at + value_bytes:
-            raise _Wrong(_CUT_SHORT)
+        value = self._value(message, value_at, value_bytes)
         if self._exchange is not None:
-            shared = self._exchange.shared(message[value_at : value_at + value_bytes])
-            if shared is None:
-                raise _Wrong(AuthenticationFailure.GROUP_NOT_USABLE)
-            self._shared = shared
+            self._share(self._exchange, value)
         response, challenge = message[layout.size : layout.size + length], message[layout.size + length : value_at]
         if not hmac.compare_digest(response, self._host_response(self._challenge, self._sent_sequence)):
             raise _Wrong(AuthenticationFailure.FAILED)
