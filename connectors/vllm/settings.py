@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -115,25 +116,14 @@ class Settings:
 
     def connect(self, schema: Schema, options: ClientOptions, *, session_token: bytes = b"") -> Client:
         """A client in a session of its own, or, with its token, in that of another process. Raises `ForebayError`."""
-        scopes, token = (self.scope,) if self.scope else (), self.token()
-        if not session_token:
-            return connect(
-                self.url,
-                namespace=self.namespace,
-                schema=schema,
-                generation=self.generation,
-                token=token,
-                scopes=scopes,
-                options=options,
-            )
-        return Client.join(
+        reach = partial(Client.join, session_token=session_token) if session_token else connect
+        return reach(
             self.url,
-            session_token=session_token,
             namespace=self.namespace,
             schema=schema,
             generation=self.generation,
-            token=token,
-            scopes=scopes,
+            token=self.token(),
+            scopes=(self.scope,) if self.scope else (),
             options=options,
         )
 
