@@ -175,13 +175,15 @@ class Rpc:
         """
         attempt = 0
         while True:
+            why: ForebayError
             try:
                 return self._once(method, request, deadline_ms)
             except _RanOut as e:
-                wait_ms = self._attempt_ms
+                why, wait_ms = e.error, self._attempt_ms
                 if not patient or self._clock.monotonic_ms() + wait_ms >= deadline_ms:
-                    raise e.error from None
+                    raise why from None
             except Busy as e:
+                why = e
                 # Longer each time, so that those who are turned away do not keep the node from its work.
                 wait_ms = min(e.retry_after_ms << min(attempt, 8), max(e.retry_after_ms, _MAX_RETRY_MS))
                 wait_ms = int(wait_ms * random.uniform(1.0, 1.5))
@@ -190,7 +192,11 @@ class Rpc:
             attempt += 1
             if self._closed.wait(wait_ms / 1000):
                 raise self._is_closed()
-            _set_deadline(request, self.left_ms(deadline_ms))
+            try:
+                left_ms = self.left_ms(deadline_ms)
+            except DeadlineExceeded:  # a busy machine let it wait for longer: what it was told is still why
+                raise why from None
+            _set_deadline(request, left_ms)
 
     def _once(self, method: grpc.UnaryUnaryMultiCallable[_Q, _A], request: _Q, deadline_ms: int) -> _A:
         self._check_process()

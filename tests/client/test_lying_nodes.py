@@ -253,13 +253,32 @@ def test_a_commit_is_never_repeated_in_another_session(node: ScriptedNode, clien
 
 @pytest.mark.parametrize(
     "error",
-    [Unauthenticated(), PermissionDenied(), NamespaceNotFound("no such", field="namespace"), Busy(retry_after_ms=7)],
+    [
+        Unauthenticated(),
+        PermissionDenied(),
+        NamespaceNotFound("no such", field="namespace"),
+        Busy(retry_after_ms=60_000),  # for which there is no time
+    ],
 )
 def test_connect_raises_what_the_node_says(node: ScriptedNode, error: ForebayError) -> None:
     node.fail["OpenSession"] = error
     with pytest.raises(type(error)) as caught:
         node.connect(options=OPTIONS)
     assert caught.value.to_dict() == error.to_dict()
+
+
+def test_who_sleeps_past_the_deadline_was_turned_away(node: ScriptedNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a machine is busy a wait takes longer than it should: the reason is what the node has said."""
+    clock = ManualClock()
+    with node.connect(options=OPTIONS, clock=clock) as client:
+
+        def oversleep(_: float) -> bool:
+            clock.advance(OPTIONS.deadline_ms)
+            return False
+
+        monkeypatch.setattr(client._session.rpc._closed, "wait", oversleep)
+        node.fail["Match"] = Busy(retry_after_ms=7)
+        assert set(client.match(KEYS).reasons) == {"busy"}
 
 
 def test_another_keyspace_is_refused(node: ScriptedNode) -> None:
