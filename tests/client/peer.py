@@ -214,7 +214,7 @@ class Peer:
         self._listener.close()
         self.drop()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
 
     def __enter__(self) -> "Peer":
         return self

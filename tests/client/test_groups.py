@@ -36,7 +36,7 @@ from forebay.ids import LBA_BYTES, BlockKey, Extent, VolumeId
 from forebay.proto import forebay_pb2 as pb
 from forebay.ranks import held_tiles, written_tiles
 from forebay.schema import Group, HashAlgorithm, Schema, TileLayout
-from tests.client.conftest import NodeProcess, eventually
+from tests.client.conftest import NodeProcess, eventually, stop
 
 OPTIONS = ClientOptions(deadline_ms=30_000)
 SCHEMA = Schema(
@@ -389,7 +389,7 @@ def test_a_stopped_rank_writes_nothing_when_it_goes_on(shared_node: NodeProcess)
     leader = ranks.clients[0]
     sleeper = Process(ranks)
     plan = leader.allocate([b"slept"])
-    os.kill(sleeper.process.pid, signal.SIGSTOP)
+    stop(sleeper.process.pid)
     assert sleeper.process.stdin is not None
     line = ("tiles", plan.to_bytes().hex(), "4,5,6,7", part(value(9), range(4, 8)).hex())
     print(*line, file=sleeper.process.stdin, flush=True)

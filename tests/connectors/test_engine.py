@@ -7,17 +7,14 @@ small steps, so that it preempts and prefills in chunks.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forebay.client import Admin
-from tests.client.conftest import eventually
+from tests.client.conftest import eventually, halted
 from tests.connectors.liar import LyingNode
 from tests.connectors.process import BLOCK, BLOCK_BYTES, BLOCKS, WHOLE, EngineProcess, prompt
 
@@ -272,11 +269,8 @@ def test_a_block_that_rotted_is_computed_and_stored_again(scene: Scene) -> None:
 def test_a_target_that_stops_during_a_load_is_computed_around(scene: Scene) -> None:
     scene.store(scene.LATE)
     target = scene.node.target_pid
-    os.kill(target, signal.SIGSTOP)
-    try:
+    with halted(target):
         assert scene.again(scene.LATE) == 0
-    finally:
-        os.kill(target, signal.SIGCONT)
     assert scene.engine.count("forebay_lost_blocks:late") >= 1
     eventually(lambda: scene.again(scene.LATE) == WHOLE, "the target", 60)
 
@@ -285,12 +279,9 @@ def test_a_request_that_is_given_up_during_its_load_leaves_nothing(scene: Scene)
     scene.store(scene.GIVEN_UP)
     target = scene.node.target_pid
     scene.engine.ask("forget")
-    os.kill(target, signal.SIGSTOP)
-    try:
+    with halted(target):
         for status in ("WAITING", "WAITING_FOR_REMOTE_KVS"):
             assert scene.engine.ask("abort", prompt=scene.GIVEN_UP, status=status) == {"status": [status]}
-    finally:
-        os.kill(target, signal.SIGCONT)
     eventually(lambda: scene.again(scene.GIVEN_UP) == WHOLE, "the target", 60)
 
 
@@ -347,15 +338,13 @@ def test_an_adapter_that_was_trained_anew_gets_nothing_of_the_old_one(scene: Sce
 def test_a_target_that_stops_during_a_save_holds_up_nothing(scene: Scene) -> None:
     target = scene.node.target_pid
     scene.node.lie("slow")
-    os.kill(target, signal.SIGSTOP)
     try:
-        assert scene.again(scene.STOPPED) == 0
-        scene.engine.ask("settle")  # the save has ended, and the target has not answered
-        eventually(lambda: _unstored(scene, "deadline_exceeded") > 0, "a save that was given up", 60)
+        with halted(target):
+            assert scene.again(scene.STOPPED) == 0
+            scene.engine.ask("settle")  # the save has ended, and the target has not answered
+            eventually(lambda: _unstored(scene, "deadline_exceeded") > 0, "a save that was given up", 60)
     finally:
         scene.node.lie("")
-        with suppress(ProcessLookupError):  # the node has given it up meanwhile, and started another one
-            os.kill(target, signal.SIGCONT)
     eventually(lambda: scene.again(scene.STOPPED) == WHOLE, "the target", 60)
 
 

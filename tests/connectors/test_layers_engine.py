@@ -6,13 +6,12 @@ One engine, whose own prefix cache is dropped between the prompts.
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.client.conftest import NodeProcess, eventually
+from tests.client.conftest import NodeProcess, eventually, halted
 from tests.connectors.engine import SMALL_MODEL
 from tests.connectors.process import BLOCK, BLOCKS, WHOLE, EngineProcess, prompt
 
@@ -134,10 +133,7 @@ def test_what_is_given_up_while_its_load_fails_is_forgotten(scene: Scene) -> Non
 
 def test_a_target_that_stops_in_the_middle_ends_the_step_in_time(scene: Scene) -> None:
     target = scene.node.target_pid
-    os.kill(target, signal.SIGSTOP)
-    try:
+    with halted(target):
         scene.again(3)
-    finally:
-        os.kill(target, signal.SIGCONT)
     assert scene.count("lost_blocks:late") + scene.count("lost_blocks:unavailable") >= 1
     eventually(lambda: scene.again(3) == WHOLE and scene.again(4) == WHOLE, "the target", 60)

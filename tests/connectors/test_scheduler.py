@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +15,7 @@ from forebay.connectors.vllm.advice import Advice
 from forebay.connectors.vllm.messages import Load, Rows, WorkerReport
 from forebay.ranks import held_tiles
 from forebay.schema import Schema
-from tests.client.conftest import NodeProcess, eventually
+from tests.client.conftest import NodeProcess, eventually, halted
 from tests.connectors.bench import GROUP, Bench, Make
 from tests.connectors.fakes import BLOCK, BLOCKS, Adapter, Output, Request, hashes
 
@@ -225,11 +223,8 @@ def test_a_step_that_computes_nothing_waits_for_an_answer(make: Make, monkeypatc
 
 def test_a_node_that_does_not_answer_is_not_waited_for(make: Make, shared_node: NodeProcess) -> None:
     bench, request = make(probe_timeout_ms=200), Request("r", hashes("j"))
-    os.kill(shared_node.process.pid, signal.SIGSTOP)
-    try:
+    with halted(shared_node.process.pid):
         assert bench.arrive(request) == (0, False)
-    finally:
-        os.kill(shared_node.process.pid, signal.SIGCONT)
     assert sum(bench.count(f"missed_blocks:{why}") for why in ("deadline_exceeded", "unavailable")) == BLOCKS
 
 

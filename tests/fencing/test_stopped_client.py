@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from forebay.ids import Extent, VolumeId
-from tests.client.conftest import eventually
+from tests.client.conftest import eventually, stop
 from tests.fencing.conftest import SESSION_MS, Node, Out, got, out, place, take
 from tests.fencing.engine import Engine
 
@@ -41,7 +41,7 @@ def sleeper(node: Node, process: Engine) -> Engine:
 
 def sleep_through(node: Node, sleeper: Engine, duration_ms: int, over: Callable[[], bool]) -> None:
     """The client stops where it stands, the time passes, and it goes on when that has done its work."""
-    sleeper.signal(signal.SIGSTOP)
+    stop(sleeper.process.pid)
     node.switches.pass_time(duration_ms)
     eventually(over, "what it held is over", 60)
     sleeper.signal(signal.SIGCONT)

@@ -258,7 +258,7 @@ class _Liar:
                         sock, _ = self._listener.accept()
                     except OSError:
                         return  # closed
-                    sock.settimeout(20)
+                    sock.settimeout(60)
                     self.open[sock.fileno()] = _Link(sock, self.lies, self.digests)
                     self._poller.register(sock, select.POLLIN)
                 else:

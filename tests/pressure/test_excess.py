@@ -22,7 +22,7 @@ from forebay.errors import Busy, ConnectionLost, DeadlineExceeded
 from forebay.nvmetcp import command
 from forebay.nvmetcp.spec import CnsValue
 from tests.appliance.target.conftest import LIMITS, NQN, Rig, eventually
-from tests.client.conftest import TargetProcess, new_host, now_ms
+from tests.client.conftest import TargetProcess, new_host, now_ms, stop
 from tests.pressure.conftest import HANG_S
 
 PLACES = 3
@@ -127,7 +127,7 @@ def test_closing_waits_for_no_command(tmp_path: Path) -> None:
         one.connect(now_ms() + 60_000)
         assert one._association is not None
         controller = one._association.controller
-        os.kill(target.process.pid, signal.SIGSTOP)
+        stop(target.process.pid)
 
         def ask() -> None:
             try:

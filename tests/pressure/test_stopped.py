@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from forebay.client import Client, ClientOptions
 from forebay.client.transports.options import NvmeTcpOptions
-from tests.pressure.conftest import CALM, HANG_S, Node, Process, eventually
+from tests.client.conftest import halted
+from tests.pressure.conftest import CALM, HANG_S, Node, eventually
 
 DEADLINE_MS = 500
 OPTIONS = ClientOptions(
     deadline_ms=DEADLINE_MS, connect_ms=10_000, attempt_ms=10_000, nvme_tcp=NvmeTcpOptions(keep_alive_ms=1_500)
 )
-
-
-@contextmanager
-def stopped(process: Process) -> Iterator[None]:
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(process.pid, signal.SIGCONT)
 
 
 def calls(client: Client, key: bytes, value: bytes) -> set[str]:
@@ -53,7 +41,7 @@ def test_a_part_of_the_node_stops(node: Node, which: str) -> None:
         value = which.encode() * 100_000
         kept = f"{which}/before".encode()
         eventually(lambda: client.put([kept], [value])[0].present, "it works")
-        with stopped(process):
+        with halted(process.pid):
             said = calls(client, f"{which}/during".encode(), value)
         assert said <= {"deadline_exceeded", "unavailable", "absent", "connection_lost", "busy", "ok", "pending"}
         assert said & {"deadline_exceeded", "unavailable", "connection_lost"}
@@ -79,7 +67,7 @@ def test_a_client_stops_for_longer_than_its_session_lives(node: Node) -> None:
         assert engine.stdout.readline().strip() == "joined"
         assert ask("put theirs") == "ok"
         owner.close()  # who opened it ends it: the engine's process has to find one of its own
-        with stopped(Process(engine.pid)):
+        with halted(engine.pid):
             eventually(lambda: node.held()["sessions"] == 1, "the session is gone")
             eventually(lambda: node.held()["hosts"] == 1, "its hosts are gone")
             assert bytes(other.get([b"theirs"])[0].value or b"") == b"theirs" * 3000

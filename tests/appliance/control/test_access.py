@@ -38,8 +38,8 @@ NEEDS: dict[str, str | None] = {
 
 def attempts(caller: Caller) -> dict[str, Callable[[], Any]]:
     """Each data call once."""
-    context, keys = caller.context(deadline_ms=200), caller.keys(b"k")
-    stream = caller.stream
+    context, keys = caller.context(), caller.keys(b"k")
+    short, stream = caller.context(deadline_ms=200), caller.stream
     return {
         "Match": lambda: caller.match(b"k"),
         "Keyspaces": lambda: caller("Keyspaces", pb.KeyspacesRequest(context=context)),
@@ -57,8 +57,8 @@ def attempts(caller: Caller) -> dict[str, Callable[[], Any]]:
         "Release": lambda: caller("Release", pb.ReleaseRequest(context=context, leases=pack("u64", [1]))),
         "Abort": lambda: caller("Abort", pb.AbortRequest(context=context, write_ids=bytes(16))),
         "Heartbeat": lambda: caller("Heartbeat", pb.HeartbeatRequest(context=context)),
-        "Wait": lambda: list(stream("Wait", pb.WaitRequest(context=context, keys=keys))),
-        "Watch": lambda: list(stream("Watch", pb.WatchRequest(context=context))),
+        "Wait": lambda: list(stream("Wait", pb.WaitRequest(context=short, keys=keys))),
+        "Watch": lambda: list(stream("Watch", pb.WatchRequest(context=short))),
     }
 
 

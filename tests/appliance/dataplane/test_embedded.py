@@ -30,7 +30,7 @@ from forebay.nvmetcp.secret import HostSecrets, Secret
 NODE = bytes(range(16))
 REGION = 64 << 20
 TIMES = SupervisorTimes(probe_interval_s=0.02, backoff_min_s=0.01, backoff_max_s=0.1)
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @dataclass

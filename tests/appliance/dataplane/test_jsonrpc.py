@@ -191,9 +191,12 @@ async def test_a_late_answer_is_unavailable_and_disturbs_no_later_call(tmp_path:
 
     async with scripted(tmp_path / "s", slow):
         client = JsonRpcClient(tmp_path / "s")
+        assert await client.call("quick") == "in time"  # connected
         with pytest.raises(Unavailable, match="no answer within"):
             await client.call("slow", timeout_s=0.05)
-        assert late
+        async with asyncio.timeout(60):
+            while not late:
+                await asyncio.sleep(0)
         assert await client.call("quick") == "in time"
         await client.close()
 

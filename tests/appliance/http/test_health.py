@@ -1,8 +1,6 @@
 """Liveness and readiness."""
 
 import asyncio
-import os
-import signal
 from typing import Any, cast
 
 import httpx
@@ -16,6 +14,7 @@ from forebay.appliance.namespace.store import MemoryStore
 from forebay.clock import SystemClock
 from forebay.errors import Unavailable
 from tests.appliance.http.conftest import NodeMaker, eventually
+from tests.client.conftest import halted
 
 
 def test_a_node_is_ready_while_its_target_answers_and_its_drive_is_there(start: NodeMaker) -> None:
@@ -34,12 +33,9 @@ def test_a_node_is_ready_while_its_target_answers_and_its_drive_is_there(start: 
 
     assert parts() == set()
     pid = int(node.about["target"]["pid"])
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with halted(pid):
         eventually(lambda: "target" in parts(), "the target is missed")
         assert ask("/healthz").json() == {"ok": True}
-    finally:
-        os.kill(pid, signal.SIGCONT)
     eventually(lambda: parts() == set(), "ready again")
     files = [path for path in (node.data / "drive0").rglob("*") if path.is_file()]
     volume = max(files, key=lambda path: path.stat().st_size)

@@ -28,7 +28,7 @@ LIMITS = TargetLimits(
 LBAS = 4096
 
 
-def eventually(condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     """Poll a condition; the deadline only ends a test that would fail."""
     end = time.monotonic() + seconds
     while not condition():

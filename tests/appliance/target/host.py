@@ -57,7 +57,7 @@ class RawHost:
         self.sock = socket.socket()
         if receive_buffer_bytes:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
-        self.sock.settimeout(20)
+        self.sock.settimeout(60)
         try:
             self.sock.connect(("127.0.0.1", port))
         except OSError:

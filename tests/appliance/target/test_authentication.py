@@ -68,7 +68,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     node = Node(tmp_path_factory.mktemp("auth"))
     yield node
     node.process.process.terminate()
-    node.process.process.wait(10)
+    node.process.process.wait(60)
 
 
 def soon() -> int:
@@ -359,7 +359,7 @@ def test_one_that_stops_half_way_is_cut_off(tmp_path: Path) -> None:
             host.gone()
     finally:
         node.process.process.terminate()
-        node.process.process.wait(10)
+        node.process.process.wait(60)
 
 
 def test_the_keep_alive_timer_waits_for_the_proof(disk_rig: Rig) -> None:

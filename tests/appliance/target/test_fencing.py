@@ -38,7 +38,7 @@ class Gate:
 
         def write(view: memoryview, offset_bytes: int) -> None:
             self.entered.set()
-            assert self.open.wait(20)
+            assert self.open.wait(60)
             real(view, offset_bytes)
 
         monkeypatch.setattr(rig.volume, "write", write)
@@ -83,16 +83,16 @@ def test_hosts_of_one_grant_write_side_by_side_and_no_other_does(rig: Rig, monke
     third = HostIdentity("nqn.2026-11.test:third", HOST.host_id)
     with rig.attach() as mine, rig.other() as theirs, ThreadPoolExecutor(3) as pool:
         held = pool.submit(mine.io[0].write, 0, DATA)
-        assert gate.entered.wait(10)
+        assert gate.entered.wait(60)
         beside = pool.submit(theirs.io[0].write, 5, DATA)
         assert not rig.server.grants.covers("vol", third, 0, 10)
         revoking = pool.submit(rig.server.grants.revoke, [1])
         eventually(lambda: not rig.server.grants.covers("vol", OTHER, 0, 1), "the grant is no longer live")
         gate.open.set()
-        assert revoking.result(10) == 1
-        assert held.result(10).status == 0
+        assert revoking.result(60) == 1
+        assert held.result(60).status == 0
         # either it was counted in before, or it is refused
-        assert beside.result(10).status in (0, Status.ACCESS_DENIED)
+        assert beside.result(60).status in (0, Status.ACCESS_DENIED)
         for host in (mine, theirs):
             assert denied(host.io[0].write(0, DATA))
 
@@ -165,7 +165,7 @@ def test_revoke_waits_for_the_media_write(rig: Rig, monkeypatch: pytest.MonkeyPa
     gate = Gate(monkeypatch, rig)
     with rig.attach() as host, ThreadPoolExecutor(2) as pool:
         writing = pool.submit(host.io[0].write, 8, b"x" * 4 * 4096)
-        assert gate.entered.wait(10)
+        assert gate.entered.wait(60)
         revoking = pool.submit(rig.server.grants.revoke, [2, 77])
         eventually(lambda: not rig.server.grants.covers("vol", HOST, 10, 1), "the grant is no longer live")
         assert rig.server.grants.covers("vol", HOST, 0, 10)
@@ -173,8 +173,8 @@ def test_revoke_waits_for_the_media_write(rig: Rig, monkeypatch: pytest.MonkeyPa
         with pytest.raises(AlreadyExists):  # its range is not free before the write has ended
             rig.grant(3, 10, 1, OTHER)
         gate.open.set()
-        assert revoking.result(10) == 1
-        assert writing.result(10).status == 0
+        assert revoking.result(60) == 1
+        assert writing.result(60).status == 0
         assert rig.stored(8, 4) == b"x" * 4 * 4096
         rig.grant(3, 10, 1, OTHER)
 
@@ -185,7 +185,7 @@ def test_teardown_waits_for_the_media_write(rig: Rig, monkeypatch: pytest.Monkey
     with rig.attach(queues=2) as host, ThreadPoolExecutor(2) as pool:
         request = host.io[0].start_write(0, 8192)
         host.io[0].send(host.io[0].conn.send_h2c_data(request, [DATA]))
-        assert gate.entered.wait(10)
+        assert gate.entered.wait(60)
         tearing = pool.submit(rig.server.teardown_host, HOST_NQN, str(HOST_ID))
         assert host.admin.gone() is None
         assert host.io[1].gone() is None
@@ -193,7 +193,7 @@ def test_teardown_waits_for_the_media_write(rig: Rig, monkeypatch: pytest.Monkey
         eventually(lambda: len(rig.server.queues) == 1, "only the queue that writes is left")
         assert not tearing.done()
         gate.open.set()
-        assert tearing.result(10) == 1
+        assert tearing.result(60) == 1
         assert not rig.server.queues
         assert not rig.server.controllers
         assert rig.stored(0, 2) == DATA  # it was under way, and is over now
@@ -244,13 +244,13 @@ def test_removing_a_namespace_waits_for_its_media_write(rig: Rig, monkeypatch: p
     gate = Gate(monkeypatch, rig)
     with rig.attach() as host, ThreadPoolExecutor(2) as pool:
         writing = pool.submit(host.io[0].write, 0, DATA)
-        assert gate.entered.wait(10)
+        assert gate.entered.wait(60)
         removing = pool.submit(rig.server.remove_namespace, rig.subsystem, 1)
         eventually(lambda: not rig.subsystem.namespaces, "the namespace is out of sight")
         assert not removing.done()
         gate.open.set()
-        removing.result(10)
-        assert writing.result(10).status == 0
+        removing.result(60)
+        assert writing.result(60).status == 0
 
 
 def test_many_hosts_write_only_where_they_may(rig: Rig) -> None:
@@ -268,7 +268,7 @@ def test_many_hosts_write_only_where_they_may(rig: Rig) -> None:
 
     with rig.attach(queues=2) as mine, rig.other(queues=2) as theirs, ThreadPoolExecutor(4) as pool:
         runs = [pool.submit(hammer, host, value, q) for host, value in ((mine, 1), (theirs, 2)) for q in (0, 1)]
-        assert [run.result(20) for run in runs] == [0, 8, 8, 0]
+        assert [run.result(60) for run in runs] == [0, 8, 8, 0]
     for i in range(16):
         assert set(rig.stored(i * 8, 8)) == {1 if i % 2 else 2}
 

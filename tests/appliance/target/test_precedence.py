@@ -141,12 +141,12 @@ class Held:
         self.over = False
         self._thread = threading.Thread(target=self._run, args=(precedence, rig, order))
         self._thread.start()
-        assert self.begun.wait(20)
+        assert self.begun.wait(60)
 
     def _run(self, precedence: Precedence, rig: Rig, order: Order) -> None:
         with precedence.turn(rig.volume, order):
             self.begun.set()
-            assert self.end.wait(20)
+            assert self.end.wait(60)
             self.over = True
 
     def __enter__(self) -> Held:
@@ -170,7 +170,7 @@ def test_a_turn_waits_for_the_one_before(disk_rig: Rig, next_order: Order | None
         with pytest.raises(TimeoutError):
             waiting.result(0.1)
         held.end.set()
-        assert waiting.result(20)
+        assert waiting.result(60)
 
 
 def test_where_something_of_an_earlier_daemon_is_under_way_nothing_is_opened(disk_rig: Rig) -> None:

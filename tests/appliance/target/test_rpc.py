@@ -443,7 +443,7 @@ def test_a_volume_is_not_closed_under_a_control_operation(control: Control) -> N
         deleting.join(0.05)
         assert deleting.is_alive()
         os.fstat(volume._fd)
-    deleting.join(10)
+    deleting.join(60)
     assert not deleting.is_alive()
     with pytest.raises(OSError, match="No such device"), volume.hold():
         pass
@@ -457,7 +457,7 @@ def raw_calls(control: Control, data: bytes, answers: int, *, cuts: int = 1 << 2
     text, found = "", list[Any]()
     decoder = json.JSONDecoder()
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(10)
+        sock.settimeout(60)
         sock.connect(str(control.socket))
         for at in range(0, len(data), cuts):
             sock.sendall(data[at : at + cuts])
@@ -534,11 +534,11 @@ def test_a_waiting_call_holds_up_no_other(control: Control, monkeypatch: pytest.
     """Answers may come in another order than the requests, on one connection too."""
     control.volume("v")
     opened = threading.Event()
-    monkeypatch.setattr(control.server.volumes["v"], "flush", lambda: opened.wait(20))
+    monkeypatch.setattr(control.server.volumes["v"], "flush", lambda: opened.wait(60))
     slow = {"jsonrpc": "2.0", "method": "forebay_barrier", "params": {"name": "v"}, "id": 1}
     quick = {"jsonrpc": "2.0", "method": "spdk_get_version", "id": 2}
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(10)
+        sock.settimeout(60)
         sock.connect(str(control.socket))
         sock.sendall(json.dumps(slow).encode() + json.dumps(quick).encode())
         assert json.loads(sock.recv(65536))["id"] == 2
@@ -564,7 +564,7 @@ def test_a_call_for_which_there_was_no_thread_is_not_carried_out_later(
     monkeypatch.setattr(threading.Thread, "start", start)
     places = [(ident, ident * MIB) for ident in (1, 2)]
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(20)
+        sock.settimeout(60)
         sock.connect(str(control.socket))
         answers = []
         for ident, offset_bytes in places:

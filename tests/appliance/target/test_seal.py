@@ -50,7 +50,7 @@ class Media:
 
         def write(view: memoryview, offset_bytes: int) -> None:
             self.writing.set()
-            assert self.go_on.wait(20)
+            assert self.go_on.wait(60)
             real_write(view, offset_bytes)
             self.seen.append("written")
 
@@ -65,7 +65,7 @@ class Media:
 @contextmanager
 def connected(control: Control) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(20)
+        sock.settimeout(60)
         sock.connect(str(control.socket))
         yield sock
 
@@ -105,7 +105,7 @@ def test_a_write_under_way_ends_before_the_flush_and_holds_up_no_other_request(
         control.client.forebay_grants_add(**GRANTS)
         try:
             writing = pool.submit(host.io[0].write, 0, DATA)
-            assert media.writing.wait(20)
+            assert media.writing.wait(60)
             ask(sock, 1, "forebay_seal", ids=[1], name="v")
             ask(sock, 2, "spdk_get_version")
             assert json.loads(sock.recv(65536))["id"] == 2
@@ -116,7 +116,7 @@ def test_a_write_under_way_ends_before_the_flush_and_holds_up_no_other_request(
             media.go_on.set()
         assert json.loads(sock.recv(65536)) == {"jsonrpc": "2.0", "id": 1, "result": {"result": "flushed"}}
         assert media.seen == ["written", "flushed"]
-        assert writing.result(20).status == 0
+        assert writing.result(60).status == 0
 
 
 def test_a_revocation_waits_in_the_same_way(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_a_revocation_waits_in_the_same_way(control: Control, monkeypatch: pytes
         control.client.forebay_grants_add(**GRANTS)
         try:
             writing = pool.submit(host.io[0].write, 0, DATA)
-            assert media.writing.wait(20)
+            assert media.writing.wait(60)
             ask(sock, 1, "forebay_grants_revoke", ids=[1, 2])
             ask(sock, 2, "forebay_grants_revoke", ids=[77])
             assert json.loads(sock.recv(65536)) == {"jsonrpc": "2.0", "id": 2, "result": {"revoked": 0}}
@@ -135,7 +135,7 @@ def test_a_revocation_waits_in_the_same_way(control: Control, monkeypatch: pytes
         finally:
             media.go_on.set()
         assert json.loads(sock.recv(65536)) == {"jsonrpc": "2.0", "id": 1, "result": {"revoked": 2}}
-        assert writing.result(20).status == 0
+        assert writing.result(60).status == 0
     assert control.client.forebay_get_info()["grants"] == 0
 
 
@@ -175,18 +175,18 @@ def test_a_flush_does_not_pass_beside_one_that_fails(control: Control, monkeypat
     def sync(fd: int) -> None:
         if not first.is_set():
             first.set()
-            assert go_on.wait(20)
+            assert go_on.wait(60)
             raise OSError(5, "EIO")
 
     monkeypatch.setattr(os, "fdatasync", sync)
     with ThreadPoolExecutor(2) as pool:
         failing = pool.submit(volume.flush)
-        assert first.wait(20)
+        assert first.wait(60)
         beside = pool.submit(volume.flush)
         go_on.set()
         for one in (failing, beside):
             with pytest.raises(OSError):
-                one.result(20)
+                one.result(60)
 
 
 def test_threads_of_a_connection_are_kept_and_end_with_it(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:

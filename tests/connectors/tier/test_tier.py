@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from forebay.client import Admin
-from tests.client.conftest import NodeProcess, eventually
+from tests.client.conftest import NodeProcess, eventually, halted, stop
 from tests.connectors.process import BLOCK_BYTES, BLOCKS, WHOLE, prompt
 from tests.connectors.tier.process import BY_MODULE, BY_NAME, TierProcess
 
@@ -251,11 +251,8 @@ def test_the_mode_can_be_changed_while_the_engine_runs(scene: Scene) -> None:
 def test_a_target_that_stops_during_a_load_is_computed_around(scene: Scene) -> None:
     scene.store(scene.LATE)
     target = scene.node.target_pid
-    os.kill(target, signal.SIGSTOP)
-    try:
+    with halted(target):
         assert scene.again(scene.LATE) == 0
-    finally:
-        os.kill(target, signal.SIGCONT)
     assert scene.count("lost_blocks:late") >= 1
     eventually(lambda: scene.again(scene.LATE) == WHOLE, "the target", 60)
 
@@ -263,12 +260,9 @@ def test_a_target_that_stops_during_a_load_is_computed_around(scene: Scene) -> N
 def test_a_target_that_stops_during_a_save_holds_nobody(scene: Scene) -> None:
     scene.engine.ask("forget")
     target = scene.node.target_pid
-    os.kill(target, signal.SIGSTOP)
-    try:
+    with halted(target):
         assert scene.again(scene.UNSAVED) == 0
         scene.engine.ask("settle")  # by the deadline of the save
-    finally:
-        os.kill(target, signal.SIGCONT)
     scene.engine.generate([1, 2, 3])  # counts come with the engine's steps
     assert scene.count("unstored_blocks:deadline_exceeded") >= 1
     eventually(lambda: scene.again(scene.UNSAVED) == WHOLE, "the target", 60)
@@ -293,7 +287,7 @@ def test_a_node_that_is_killed_during_a_load_is_computed_around(scene: Scene) ->
             return sum(session.leases for session in admin.list_sessions())
 
         eventually(lambda: not leases(), "the end of other loads", 60)
-        os.kill(target, signal.SIGSTOP)
+        stop(target)
         answer = asking.submit(scene.engine.generate, scene.CUT)
         eventually(leases, "the load", 60)
         scene.node.process.kill()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 
@@ -18,7 +16,7 @@ from forebay.connectors.vllm.settings import Settings
 from forebay.connectors.vllm.tier.transfers import Job, Outcome, Pool, Transfers
 from forebay.errors import Unavailable
 from forebay.schema import Group, HashAlgorithm, Schema
-from tests.client.conftest import NodeProcess, eventually
+from tests.client.conftest import NodeProcess, eventually, halted
 
 ROWS, ROW, VALUE = 16, 8192, 6144
 GROUP = Group("full", (0, 1, 2), 16, 2, VALUE // 96, "float32", "test tier")
@@ -129,15 +127,12 @@ def test_what_waits_to_be_stored_is_bounded(shared_node: NodeProcess, monkeypatc
     rig = Rig(shared_node, b"bounded", pending_bytes=4 * VALUE, save_timeout_ms=60_000)
     assert rig.run("store", KEYS[:1], (0,)).whole
     target = shared_node.target_pid
-    os.kill(target, signal.SIGSTOP)
-    try:
+    with halted(target):
         for start in range(0, 8, 2):
             rig.submit("store", KEYS[4 + start : 6 + start], (start, start + 1))
         refused = rig.transfers.finished()
         assert [outcome.job.ident for outcome in refused] == [4, 5]
         assert rig.counters.take()["unstored_blocks:busy"] == 4
-    finally:
-        os.kill(target, signal.SIGCONT)
     assert all(outcome.whole for outcome in rig.ended(2))
     assert rig.run("store", KEYS[14:], (14, 15)).whole, "and there is room again"
     rig.close()
@@ -148,15 +143,12 @@ def test_a_drain_ends_with_nobody_in_the_pool(shared_node: NodeProcess, monkeypa
     rig = Rig(shared_node, b"drained", load_timeout_ms=3_000, save_timeout_ms=60_000)
     assert rig.run("store", KEYS, tuple(range(ROWS))).whole
     target = shared_node.target_pid
-    os.kill(target, signal.SIGSTOP)
-    try:
+    with halted(target):
         for row in range(ROWS):
             rig.submit("load", KEYS[row : row + 1], (row,))
         rig.transfers.drain()  # by the deadline of the loads that have begun
         rows = rig.rows.copy()
         ended = rig.transfers.finished()
-    finally:
-        os.kill(target, signal.SIGCONT)
     assert len(ended) == ROWS and not any(outcome.whole for outcome in ended)
     counts = rig.counters.take()
     assert counts["lost_blocks:cancelled"] > 0 and counts["lost_blocks:late"] > 0
