@@ -378,7 +378,7 @@ class _Daemon:
             else:
                 if config.nvmf_tgt.socket is not None:
                     try:
-                        await target.reconcile([], [])  # it goes on for others, without what is this node's
+                        await target.leave()
                     except ForebayError as error:
                         _log.warning("the target may keep what is this node's: %s", error)
                 await supervisor.stop()

@@ -9,10 +9,11 @@ from forebay.appliance.config import Config
 from forebay.appliance.dataplane.embedded import EmbeddedTarget
 from forebay.appliance.dataplane.host_keys import HostKeyFiles
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
+from forebay.appliance.dataplane.nvmf_target import NvmfTarget
 from forebay.appliance.dataplane.spdk import MAX_IO_BYTES, QosLimits, SpdkTarget
 from forebay.appliance.dataplane.spdk_program import SpdkProgram
 from forebay.appliance.dataplane.spdk_stores import StoreDrive
-from forebay.appliance.dataplane.subsystems import Listener, NvmfTarget, TransportLimits
+from forebay.appliance.dataplane.subsystems import Listener, TransportLimits
 from forebay.appliance.dataplane.supervisor import TARGET_COMMAND, AttachedTarget, EmbeddedProgram, Supervisor
 from forebay.appliance.trace import Tracer
 
@@ -50,7 +51,11 @@ def drive_target(config: Config, socket: Path, node_id: bytes, tracer: Tracer | 
     timeout_s = target.rpc_timeout_ms / 1000
     rpc = JsonRpcClient(socket, timeout_s=timeout_s, tracer=tracer)
     node, listen = node_id.hex()[:16], target.listen
-    keys = HostKeyFiles(config.data / "run" / "keys", node) if target.authentication == "dhchap" else None
+    keys, directory = None, config.data / "run" / "keys"
+    if target.authentication == "dhchap":
+        keys = HostKeyFiles(directory, node)
+    else:
+        HostKeyFiles.clear(directory, node)  # of a daemon that had it and did not stop as it should
     if target.kind == "embedded":
         limits = TransportLimits(max_io_bytes=target.max_command_bytes, in_capsule_bytes=target.in_capsule_bytes)
         return EmbeddedTarget(rpc, node=node, address=listen.host, port=listen.port, limits=limits, keys=keys)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 from uuid import UUID
 
-from forebay.appliance.dataplane.host_keys import HostKeyFiles
+from forebay.appliance.dataplane.host_keys import HostKeyFiles, HostKeys
 from forebay.appliance.dataplane.interface import (
     Barrier,
     Capabilities,
@@ -18,8 +18,10 @@ from forebay.appliance.dataplane.interface import (
     VolumeSpec,
     WriteGrant,
 )
+from forebay.appliance.dataplane.iostat import Iostat
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
-from forebay.appliance.dataplane.subsystems import Bdev, NvmfTarget, TransportLimits
+from forebay.appliance.dataplane.nvmf_target import Bdev, NvmfTarget
+from forebay.appliance.dataplane.subsystems import Subsystems, TransportLimits
 from forebay.errors import (
     ForebayError,
     NotFound,
@@ -52,7 +54,8 @@ class EmbeddedTarget(NvmfTarget):
         limits: TransportLimits | None = None,
         keys: HostKeyFiles | None = None,
     ) -> None:
-        super().__init__(rpc, node=node, address=address, port=port, limits=limits, keys=keys)
+        subsystems = Subsystems(rpc, node, address=address, port=port, limits=limits)
+        super().__init__(rpc, subsystems, HostKeys(rpc, node, keys))
         self._incarnation = 0
         self._number = 0
         self._capabilities: Capabilities | None = None  # of the process that answers now
@@ -177,29 +180,13 @@ class EmbeddedTarget(NvmfTarget):
         return found
 
     async def io_stats(self) -> IoStats:
-        found = await self._rpc.call("bdev_get_iostat")
-        try:
-            ticks_per_us = found["tick_rate"] / 1e6
-            bdevs = found["bdevs"]
-            return IoStats(
-                sum(one["bytes_read"] for one in bdevs),
-                int(sum(one["read_latency_ticks"] for one in bdevs) / ticks_per_us),
-                sum(one["bytes_written"] for one in bdevs),
-                int(sum(one["write_latency_ticks"] for one in bdevs) / ticks_per_us),
-            )
-        except (KeyError, TypeError, ZeroDivisionError) as error:
-            raise ProtocolError(f"bdev_get_iostat: {error!r} in the answer") from error
+        found = await Iostat.ask(self._rpc)
+        return found.total(found.bdevs)
 
     async def volume_errors(self) -> dict[VolumeId, VolumeErrors]:
-        found = await self._rpc.call("bdev_get_iostat")
-        try:
-            errors = {
-                one["name"]: VolumeErrors(*(int(one["io_error"].get(kind, 0)) for kind in ("failed", "no_space")))
-                for one in found["bdevs"]
-            }
-            return {volume: errors[spec.bdev] for volume, spec in self._volumes.items() if spec.bdev in errors}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"bdev_get_iostat: {error!r} in the answer") from error
+        found = await Iostat.ask(self._rpc)
+        errors = {volume: found.errors(spec.bdev) for volume, spec in self._volumes.items() if spec.bdev in found.bdevs}
+        return {volume: VolumeErrors(one.get("failed", 0), one.get("no_space", 0)) for volume, one in errors.items()}
 
     async def failed_writes(self, grants: Sequence[GrantId]) -> set[GrantId]:
         failed: set[GrantId] = set()
@@ -248,7 +235,10 @@ class EmbeddedTarget(NvmfTarget):
         with suppress(NotFound):
             await self._rpc.call("bdev_aio_delete", {"name": name})
 
-    async def _end_host(self, nqn: str, name: str) -> None:
+    async def _shut_out(self, nqn: str, name: str, *, allowed: bool) -> None:
+        # First the right to come back, then the connections: in the other order it could return in between.
+        if allowed:
+            await self._rpc.call("nvmf_subsystem_remove_host", {"nqn": nqn, "host": name})
         await self._rpc.call("forebay_host_teardown", {"host_nqn": name})
 
     def _mode(self, spec: VolumeSpec) -> str:

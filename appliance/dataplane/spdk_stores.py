@@ -102,6 +102,15 @@ class LvolStores:
                 await self._rpc.call("spdk_get_version")  # or it is the target that does not answer
             raise TargetFailed(f"drive {drive.kind}:{drive.where}: {error.message}", field="drives") from error
 
+    async def detach(self) -> None:
+        """Have the target let go of all drives, which keep what is on them; a ``malloc`` stays, with its bytes."""
+        for drive in self.drives.values():
+            name = f"{self._prefix}{drive.name}"
+            method = "bdev_nvme_detach_controller" if drive.kind == "nvme" else f"bdev_{drive.kind}_delete"
+            if drive.kind != "malloc":
+                with suppress(NotFound):
+                    await self._rpc.call(method, {"name": name}, timeout_s=_CREATE_S)
+
     async def _stores(self) -> dict[str, dict[str, Any]]:
         """Stores by their bdevs."""
         return {one["base_bdev"]: one for one in await self._rpc.call("bdev_lvol_get_lvstores")}

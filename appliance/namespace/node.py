@@ -47,6 +47,7 @@ from forebay.appliance.namespace.space import Drive, DriveState, Space
 from forebay.appliance.namespace.store import Op, Store
 from forebay.appliance.namespace.verification import Verification
 from forebay.appliance.namespace.writes import Writes
+from forebay.appliance.shared_lock import SharedLock
 from forebay.clock import Clock
 from forebay.crashpoints import crash_point
 from forebay.errors import (
@@ -126,7 +127,7 @@ class Node:
         self._checkpointed = 0
         self._admin = asyncio.Lock()
         self.drives = NodeDrives(engine, state, meta, limits.region_bytes, self._admin, stores=stores)
-        self._hosts_changing = asyncio.Lock()  # so that a host on its way in is not taken for one that should go
+        self._hosts_changing = SharedLock()  # so that a host on its way in is not taken for one that should go
         self._reclaimed_ms = engine.clock.monotonic_ms()
         self._reclaim_budget = 0
 
@@ -196,7 +197,7 @@ class Node:
 
     async def _reconcile(self) -> list[str]:
         """`reconcile` for those who change the desired state and hold its lock."""
-        async with self._hosts_changing:
+        async with self._hosts_changing.alone():
             views = [
                 HostView(session.access.namespace.tenant, host, tuple(self._specs(session.namespace)))
                 for session in self.sessions
@@ -422,7 +423,7 @@ class Node:
         random = self.engine.random
         secrets = HostSecrets(Secret.generate(random), Secret.generate(random)) if self.limits.authentication else None
         host = HostIdentity(_NQN + fresh, fresh, secrets)
-        async with self._hosts_changing:
+        async with self._hosts_changing.together(), session.coming_and_going.together():
             if session.state is not SessionState.OPEN:
                 raise SessionExpired("the session ended while the call ran", field="context.session")
             await self.engine.target.add_host(session.access.namespace.tenant, host, self._specs(session.namespace))
@@ -438,10 +439,15 @@ class Node:
         self.blocks.release(session, list(session.leases))
         self.blocks.unpin_all(session)
         specs = self._specs(session.namespace)
-        async with self._hosts_changing:
-            for host in list(session.hosts.values()):
-                await self.engine.target.remove_host(session.access.namespace.tenant, host, specs)
-                session.hosts.pop(host.nqn, None)
+
+        async def remove(host: HostIdentity) -> None:
+            await self.engine.target.remove_host(session.access.namespace.tenant, host, specs)
+            session.hosts.pop(host.nqn, None)
+
+        async with self._hosts_changing.together(), session.coming_and_going.alone():
+            for error in await asyncio.gather(*map(remove, session.hosts.values()), return_exceptions=True):
+                if error is not None:
+                    raise error
         await self.writes.drop_session(session)
         session.state = SessionState.ENDED
         self.sessions.remove(session)

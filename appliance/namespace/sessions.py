@@ -25,6 +25,7 @@ from enum import Enum
 
 from forebay.appliance.namespace.acl import Access
 from forebay.appliance.namespace.records import Durability
+from forebay.appliance.shared_lock import SharedLock
 from forebay.clock import Clock
 from forebay.errors import Busy, SessionExpired
 from forebay.ids import (
@@ -131,6 +132,8 @@ class Session:
     expiry_ms: int
     state: SessionState = SessionState.OPEN
     hosts: dict[str, HostIdentity] = field(default_factory=dict)
+    coming_and_going: SharedLock = field(default_factory=SharedLock, repr=False)
+    """Held by hosts that join, and alone by whoever ends the session: none comes in behind."""
     transports: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By NQN of a host: how it says that it reads. For people alone."""
     leases: dict[LeaseId, Lease] = field(default_factory=dict)

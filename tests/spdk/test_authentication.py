@@ -42,7 +42,7 @@ async def test_nobody_is_let_in_by_a_name(tmp_path: Path, kind: str) -> None:
         assert await write(transport, 1, REGION, b"a" * LBA_BYTES) is None
         assert await rig.target.checksums(one, [(REGION, LBA_BYTES, 0)]) == [crc32c(b"a" * LBA_BYTES, 0)]
         await refused(await rig.transport(plain))
-        own = rig.target._self
+        own = rig.target._own.identity
         await refused(await rig.transport(HostIdentity(own.nqn, own.host_id)))
 
         await rig.target.teardown_host(host)

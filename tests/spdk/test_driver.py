@@ -196,7 +196,7 @@ async def test_a_driver_that_finds_it_running(tmp_path: Path, kind: str) -> None
         stores = [rig.drive] if rig.drive is not None else []
         await rig.target.close()
         again = SpdkTarget(
-            JsonRpcClient(rig.supervisor.socket), node=NODE.hex()[:16], port=rig.target._port, stores=stores
+            JsonRpcClient(rig.supervisor.socket), node=NODE.hex()[:16], port=rig.target._subsystems.port, stores=stores
         )
         await again.teardown_all(2)
         assert await again.reconcile([one], []) in ([], ["volume 1 is not served as it should be"])
@@ -216,7 +216,10 @@ async def test_what_a_killed_daemon_left_in_the_nodes_own_subsystem(tmp_path: Pa
         assert rig.drive is not None
         one, two = await rig.volume(1), await rig.volume(2)
         again = SpdkTarget(
-            JsonRpcClient(rig.supervisor.socket), node=NODE.hex()[:16], port=rig.target._port, stores=[rig.drive]
+            JsonRpcClient(rig.supervisor.socket),
+            node=NODE.hex()[:16],
+            port=rig.target._subsystems.port,
+            stores=[rig.drive],
         )
         private = {"nqn": again.subsystem_nqn("").rstrip(":")}
         async with rig.target.io(one.path) as host:

@@ -213,7 +213,7 @@ async def test_listeners_for_rdma(tmp_path: Path) -> None:
     async with scripted(tmp_path / "s", answers) as asked:
         listeners = [Listener("RDMA", "192.0.2.10", 4421)]
         target = SpdkTarget(JsonRpcClient(tmp_path / "s"), node=NODE, port=4420, listeners=listeners)
-        await target._ensure_subsystem("acme")
+        await target._subsystems.ensure(target.subsystem_nqn("acme"))
         transports = [params["trtype"] for method, params in asked if method == "nvmf_create_transport"]
         assert transports == ["TCP", "RDMA"]
         assert addresses == [
@@ -223,7 +223,7 @@ async def test_listeners_for_rdma(tmp_path: Path) -> None:
         found = [(one.transport, one.address, one.port) for one in await target.endpoints("acme")]
         assert found == [("tcp", "127.0.0.1", 4420), ("rdma", "192.0.2.10", 4421)]
         asked.clear()
-        await target._ensure_subsystem("acme")
+        await target._subsystems.ensure(target.subsystem_nqn("acme"))
         assert {method for method, _ in asked} == {"nvmf_get_subsystems", "framework_get_config"}
         await target.close()
 
