@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,12 +141,21 @@ def test_what_waits_to_be_stored_is_bounded(shared_node: NodeProcess, monkeypatc
 
 def test_a_drain_ends_with_nobody_in_the_pool(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_TOKEN", shared_node.token)
-    rig = Rig(shared_node, b"drained", load_timeout_ms=3_000, save_timeout_ms=60_000)
+    rig = Rig(shared_node, b"drained", load_timeout_ms=5_000, save_timeout_ms=60_000)
     assert rig.run("store", KEYS, tuple(range(ROWS))).whole
-    target = shared_node.target_pid
+    target, begun, client = shared_node.target_pid, threading.Event(), rig.link.client
+    assert client is not None
+    read = client.get_into
+
+    def noted(*args: Any, **options: Any) -> Any:
+        begun.set()
+        return read(*args, **options)
+
+    monkeypatch.setattr(client, "get_into", noted)
     with halted(target):
         for row in range(ROWS):
             rig.submit("load", KEYS[row : row + 1], (row,))
+        assert begun.wait(60)
         rig.transfers.drain()  # by the deadline of the loads that have begun
         rows = rig.rows.copy()
         ended = rig.transfers.finished()
