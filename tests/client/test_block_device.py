@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from forebay.client.registered import address_of
 from forebay.client.transports import block_device
 from forebay.client.transports.base import ReadOp, Segment, Transport, WriteOp
 from forebay.client.transports.block_device import BlockDeviceOptions, BlockDeviceTransport
@@ -115,14 +116,24 @@ def test_the_page_cache_is_passed_by(device: Device) -> None:
     with device.backing.open("r+b") as backing:  # behind the back of the device
         os.pwrite(backing.fileno(), b"n" * 4096, 1 << 20)
         os.fsync(backing.fileno())
-    stale = os.pread(fd, 4096, 1 << 20)
-    os.close(fd)
-    assert stale == bytes(4096), "the machine would show nothing otherwise"
+    assert os.pread(fd, 4096, 1 << 20) == bytes(4096), "the machine would show nothing otherwise"
     transport = device.transport()
     into = bytearray(4096)
     assert read(transport, into) is None
     assert into == b"n" * 4096
     transport.close()
+    os.close(fd)  # not before: the kernel forgets the pages of a device that nobody has open
+
+
+def test_buffers_are_there_before_the_first_read(device: Device) -> None:
+    """All pages of them: no read has to wait for one."""
+    one = block_device._aligned(8 << 20)
+    start = address_of(one)
+    assert start % mmap.PAGESIZE == 0
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        pagemap.seek(start // mmap.PAGESIZE * 8)
+        entries = memoryview(pagemap.read(len(one) // mmap.PAGESIZE * 8)).cast("Q")
+    assert all(entry >> 62 for entry in entries), "present or swapped, Documentation/admin-guide/mm/pagemap.rst"
 
 
 def test_a_volume_that_is_nowhere(device: Device) -> None:
