@@ -208,6 +208,8 @@ def test_responses_before_the_capsules_are_sent_and_in_any_order(peer: Peer) -> 
     into = bytearray(SIZE)
     assert read(one, into).error is None
     assert into == peer.volume[:SIZE]
+    (wire,) = [wire for wire in peer.wires if wire.queue_id]
+    assert not wire.events, "no capsule's memory serves again before it was sent"
     one.close()
 
 
