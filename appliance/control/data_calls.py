@@ -236,9 +236,10 @@ class DataCalls:
         longest = self._node.limits.lease_ttl_ms
         ttl_ms = min(request.lease_ttl_ms or longest, longest)
         blocks = self._node.blocks
-        located = await finish(
-            blocks.acquire(session, keys, ttl_ms), deadline_ms, lambda late: _run(blocks.release, session, [late.lease])
-        )
+        located = blocks.acquire_at_once(session, keys, ttl_ms)
+        if located is None:
+            work = blocks.acquire(session, keys, ttl_ms)
+            located = await finish(work, deadline_ms, lambda late: _run(blocks.release, session, [late.lease]))
         return pb.AcquireReply(
             status=located.status.tobytes(),
             lease=located.lease,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,13 @@ _MAX_LEASES_PER_BLOCK = 65_000 - MAX_BATCH_KEYS
 _DOUBT_BATCH = 64
 
 Status = npt.NDArray[np.uint16]
+
+
+def _presence(rows: Rows) -> Status:
+    """The status of each of ``rows`` by whether there is one."""
+    status = np.zeros(len(rows), np.uint16)
+    status[rows < 0] = Absent.code
+    return status
 
 
 def _leading(present: npt.NDArray[np.bool_]) -> int:
@@ -221,26 +228,46 @@ class Blocks:
 
     # ------------------------------------------------------------------------------------------------ leases
 
+    def acquire_at_once(self, session: Session, keys: Sequence[BlockKey], ttl_ms: int) -> Located | None:
+        """`acquire`, if none of the keys has to be verified first, as mostly; else None, and nothing was done."""
+        self.require_open(session)
+        self.admit(session)
+        index = self._e.index
+        rows = self._fresh(index.find(session.digests(index, keys)), session)
+        return None if self._doubted(rows).size else self._lease(session, rows, _presence(rows), ttl_ms)
+
     async def acquire(self, session: Session, keys: Sequence[BlockKey], ttl_ms: int) -> Located:
         """Lease and locate the keys that are there."""
-        e, index = self._e, self._e.index
+        index = self._e.index
         stored, digests, rows = self.find(session, keys)
-        status = np.where(rows >= 0, OK, Absent.code).astype(np.uint16)
-        suspects = np.flatnonzero((rows >= 0) & (index.state[rows] == RowState.SUSPECT) & ~self._e.away(rows))
+        status, suspects = _presence(rows), self._doubted(rows)
         if suspects.size:
             verdict = await self._verification.verify(rows[suspects], [stored[i] for i in suspects.tolist()])
             self.require_open(session)  # time passed while the target read, and others moved
             self.admit(session)
             rows = self._fresh(index.find(digests), session)
-            status = np.where(rows >= 0, OK, Absent.code).astype(np.uint16)
+            status = _presence(rows)
             still = (rows >= 0) & (index.state[rows] == RowState.SUSPECT)
             status[still] = Absent.code if verdict.complete else Unavailable.code
-        status[self._e.away(rows)] = Unavailable.code
-        crowded = (status == OK) & (index.leases[rows] >= _MAX_LEASES_PER_BLOCK)
-        status[crowded] = Busy.code
+        return self._lease(session, rows, status, ttl_ms)
+
+    def _doubted(self, rows: Rows) -> Rows:
+        """Which of ``rows``, by position, are to be verified before they are served, and can be."""
+        suspects = np.flatnonzero(self._e.index.state.take(rows) == RowState.SUSPECT)
+        if suspects.size:
+            found = rows[suspects]
+            suspects = suspects[(found >= 0) & ~self._e.away(found)]
+        return suspects
+
+    def _lease(self, session: Session, rows: Rows, status: Status, ttl_ms: int) -> Located:
+        """Lease and locate the ``rows`` whose status is 0."""
+        e, index, count = self._e, self._e.index, len(rows)
+        if e.space.away.size:
+            status[self._e.away(rows)] = Unavailable.code
+        status[(status == OK) & (index.leases.take(rows) >= _MAX_LEASES_PER_BLOCK)] = Busy.code
         hits = np.flatnonzero(status == OK)
-        mine = rows[hits]
-        count = len(keys)
+        whole = hits.size == count
+        mine = rows if whole else rows[hits]
         lease = LeaseId(0)
         if hits.size:
             np.add.at(index.leases, mine, 1)
@@ -248,36 +275,40 @@ class Blocks:
             self._next_lease += 1
             lease = LeaseId(self._next_lease)
             session.leases[lease] = Lease(lease, mine, e.clock.monotonic_ms() + ttl_ms)
-        e.counters["acquire_hits"] += len(hits)
-        e.counters["acquire_misses"] += count - len(hits)
-        if len(hits) < count:
+        e.counters["acquire_hits"] += hits.size
+        e.counters["acquire_misses"] += count - hits.size
+        if not whole:
             for code, missed in zip(*np.unique(status[status != OK], return_counts=True), strict=True):
                 e.counters[f"acquire_misses_{reason(int(code))}"] += int(missed)
 
-        def column(values: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.generic]:
+        def column(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+            found = values.take(mine, axis=0)
+            if whole:
+                return found.astype(dtype, copy=False)
             out = np.zeros((count, *values.shape[1:]), dtype)
-            out[hits] = values[mine]
+            out[hits] = found
             return out
 
         return Located(
             status,
             lease,
             ttl_ms,
-            column(index.volume, "<u4"),  # type: ignore[arg-type]
-            column(index.offset, "<u8"),  # type: ignore[arg-type]
-            column(index.length, "<u8"),  # type: ignore[arg-type]
-            column(index.value_length, "<u8"),  # type: ignore[arg-type]
-            column(index.write_id, "<u8"),  # type: ignore[arg-type]
-            column(index.tiles, "<u2"),  # type: ignore[arg-type]
+            column(index.volume, "<u4"),
+            column(index.offset, "<u8"),
+            column(index.length, "<u8"),
+            column(index.value_length, "<u8"),
+            column(index.write_id, "<u8"),
+            column(index.tiles, "<u2"),
             index.checksums(mine) if hits.size else b"",
         )
 
     def release(self, session: Session, leases: Sequence[int]) -> int:
         """Give leases back; unknown ones (expired) are no error. How many were held."""
         held = [lease for i in leases if (lease := session.leases.pop(LeaseId(i), None)) is not None]
-        for lease in held:
-            np.subtract.at(self._e.index.leases, lease.rows, 1)
-            self._retirement.free_unleased(lease.rows)
+        if held:
+            rows = np.concatenate([lease.rows for lease in held])
+            np.subtract.at(self._e.index.leases, rows, 1)
+            self._retirement.free_unleased(rows)
         return len(held)
 
     def expire_leases(self, session: Session) -> int:

@@ -195,6 +195,8 @@ class BlockIndex:
     def find(self, digests: Digests) -> Rows:
         """Rows of visible blocks, `ABSENT` where there is none."""
         table, mask = self._slots, len(self._slots) - 1
+        if len(digests) <= _FEW:
+            return np.array([self._probe(low & mask, low, high) for low, high in digests.tolist()], np.int64)
         out = np.full(len(digests), ABSENT, np.int64)
         live = np.arange(len(digests))
         slots, wanted = (digests[:, 0] & np.uint64(mask)).astype(np.int64), digests
@@ -279,10 +281,10 @@ class BlockIndex:
 
     def checksums(self, rows: Rows) -> bytes:
         """Tile checksums of ``rows``, one after another, packed u32."""
-        tiles = self.tiles[rows]
-        sizes = np.unique(tiles)
-        if len(sizes) == 1:
-            return self.pools[int(sizes[0])].data[self.sums[rows]].tobytes()
+        tiles = self.tiles.take(rows)
+        first = tiles.item(0)
+        if np.count_nonzero(tiles == first) == len(tiles):
+            return self.pools[first].data[self.sums.take(rows)].tobytes()
         pools, places = self.pools, self.sums[rows].tolist()
         return b"".join([pools[n].data[p].tobytes() for n, p in zip(tiles.tolist(), places, strict=True)])
 

@@ -767,6 +767,24 @@ async def test_a_leased_block_that_is_deleted_can_be_read_until_the_lease_ends(r
     rig.check()
 
 
+@on_loop
+async def test_leases_of_one_block_that_are_given_back_together_free_it_once(rig: Rig) -> None:
+    m = await rig.begin()
+    await rig.put(m, b"k", VALUE)
+    await rig.put(m, b"other", VALUE)
+    both = [BlockKey(b"k"), BlockKey(b"other")]
+    leases = [(await rig.node.blocks.acquire(m.session, both, 1000)).lease for _ in range(3)]
+    index, space = rig.node.engine.index, rig.node.engine.space
+    used = space.used_bytes(m.session.namespace)
+    await rig.node.blocks.delete(m.session, both[:1])
+    assert rig.node.blocks.release(m.session, [leases[0], 12345]) == 1
+    assert (space.used_bytes(m.session.namespace), index.leases[: index.high].tolist()) == (used, [2, 2])
+    assert rig.node.blocks.release(m.session, leases) == 2
+    assert (space.used_bytes(m.session.namespace), index.leases[: index.high].tolist()) == (used // 2, [0, 0])
+    assert await rig.get(m, b"other") == VALUE
+    rig.check()
+
+
 @pytest.mark.parametrize("how", ["leased", "pinned", "pinned for good", "pending"])
 @on_loop
 async def test_what_is_in_use_is_never_evicted(rig: Rig, how: str) -> None:
