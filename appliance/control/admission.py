@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
+from typing import Self
 
 from forebay.errors import Busy
 
@@ -16,15 +14,28 @@ _place: ContextVar[Place | None] = ContextVar("place", default=None)
 
 
 class Place:
-    """What one caller has under way, until everybody who holds it has let go."""
+    """What one caller has under way, until everybody who holds it has let go.
 
-    __slots__ = ("_admission", "_holders", "_principal", "_weight")
+    As a context manager it is left in the end, and held by what `keep_place` finds there to do after that.
+    """
+
+    __slots__ = ("_admission", "_around", "_holders", "_principal", "_weight")
 
     def __init__(self, admission: Admission, principal: str, weight: int) -> None:
         self._admission = admission
         self._principal = principal
         self._weight = weight
         self._holders = 1
+        self._around: Token[Place | None] | None = None
+
+    def __enter__(self) -> Self:
+        self._around = _place.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._around is not None:
+            _place.reset(self._around)
+        self.leave()
 
     def hold(self) -> None:
         """One more holder."""
@@ -49,40 +60,30 @@ class Admission:
         self._what = what
         self._retry_after_ms = retry_after_ms
         self._total = 0
-        self._of: Counter[str] = Counter()
+        self._of: dict[str, int] = {}
 
     def __len__(self) -> int:
         return self._total
 
     def enter(self, principal: str, weight: int = 1, *, always: bool = False) -> Place:
         """A place for one caller. Raises `Busy`, unless it is ``always`` let in."""
-        if not always and self._of[principal] + weight > self._limit - self._total:
+        held = self._of.get(principal, 0)
+        if not always and held + weight > self._limit - self._total:
             raise Busy(
                 f"{principal} has as many {self._what} as the node takes now beside those of others "
-                f"({self._of[principal]} of {self._total}): ask again later, with fewer at a time",
+                f"({held} of {self._total}): ask again later, with fewer at a time",
                 limit=self._limit,
                 retry_after_ms=self._retry_after_ms,
             )
         self._total += weight
-        self._of[principal] += weight
+        self._of[principal] = held + weight
         return Place(self, principal, weight)
-
-    @contextmanager
-    def place(self, principal: str, weight: int = 1, *, always: bool = False) -> Iterator[None]:
-        """`enter` for as long as the block runs, and for what `keep_place` finds there to do after it."""
-        place = self.enter(principal, weight, always=always)
-        token = _place.set(place)
-        try:
-            yield
-        finally:
-            _place.reset(token)
-            place.leave()
 
     def _give_back(self, principal: str, weight: int) -> None:
         self._total -= weight
-        self._of[principal] -= weight
-        if not self._of[principal]:
-            del self._of[principal]
+        left = self._of.pop(principal) - weight
+        if left:
+            self._of[principal] = left
 
 
 def keep_place(work: asyncio.Future[None]) -> None:

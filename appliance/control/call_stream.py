@@ -78,7 +78,7 @@ class CallStreams:
                 if self._ending:
                     raise _stopping()
                 self._streams.add(stream)
-                with self._calls.streams.place(principal.name):
+                with self._calls.streams.enter(principal.name):
                     await stream.serve()
                 code = OK
                 return

@@ -196,7 +196,7 @@ class Calls:
         try:
             _check(request)
             principal = self.authenticate(call, headers.get("authorization"))
-            with self.calls.place(principal.name, always=method.relieves):
+            with self.calls.enter(principal.name, always=method.relieves):
                 reply = await method.run(principal, request)
             code = OK
             return reply
@@ -284,7 +284,7 @@ def handler(calls: Calls, method: Method[Any, Any] | Stream[Any, Any]) -> grpc.R
             try:
                 _check(request)
                 principal = calls.authenticate(call, headers.get("authorization"))
-                with calls.streams.place(principal.name):
+                with calls.streams.enter(principal.name):
                     async with aclosing(method.run(principal, request)) as replies:
                         async for reply in replies:
                             await taken(context.write(reply))

@@ -99,7 +99,7 @@ class Edge:
             else:
                 state.principal = self._calls.authenticate(call, headers.get("authorization"))
                 self._acl.need_admin(state.principal)
-                with self._calls.calls.place(state.principal.name):
+                with self._calls.calls.enter(state.principal.name):
                     if scope["path"] != "/metrics":  # scrapers have parameters of their own
                         _check_query(scope, route)
                     body = await _body(headers, receive)
