@@ -46,9 +46,9 @@ from forebay.errors import (
     ValueSize,
     reason,
 )
-from forebay.ids import MAX_KEY_BYTES, BlockKey, check_keys
+from forebay.ids import MAX_BATCH_KEYS, MAX_KEY_BYTES, BlockKey, check_keys
 from forebay.proto import forebay_pb2 as pb
-from forebay.proto.columns import keys_from_proto, keys_to_proto
+from forebay.proto.columns import key_bytes_to_proto, keys_from_proto, keys_to_proto
 from forebay.schema import Schema
 
 __all__ = ["Client", "Key", "connect"]
@@ -160,19 +160,18 @@ class Client:
 
     def match(self, keys: Sequence[Key], *, deadline_ms: int | None = None) -> MatchResult:
         """What of ``keys`` is present now. Takes no lease."""
-        blocks, until_ms = self._keys(keys), self._until(deadline_ms)
-        columns = keys_to_proto(blocks)
+        (columns, count), until_ms = self._columns(keys), self._until(deadline_ms)
         try:
             _, reply = self._session.call(
                 self._session.rpc.blocks.Match,
                 lambda _, context: pb.MatchRequest(context=context, keys=columns),
                 until_ms,
             )
-            status = column("u16", reply.status, "status", len(blocks))
+            status = column("u16", reply.status, "status", count)
             groups = column("u16", reply.prefix_groups, "prefix_groups")
             prefix = dict(zip(groups, column("u32", reply.prefix_lengths, "prefix_lengths", len(groups)), strict=True))
         except ForebayError as e:
-            return MatchResult((False,) * len(blocks), (reason(e.code),) * len(blocks), {}, 0.0, 0)
+            return MatchResult((False,) * count, (reason(e.code),) * count, {}, 0.0, 0)
         words = {code: reason(code) for code in set(status)}
         return MatchResult(
             tuple([code == OK for code in status]),
@@ -202,8 +201,7 @@ class Client:
     ) -> _Reads:
         """Read blocks into new memory: all their tiles, or ``tiles``, back to back in that order."""
         blocks, until_ms = self._keys(keys), self._until(deadline_ms)
-        for block in blocks:
-            check_tiles(group_of(self._schema, block), tiles)
+        self._least_bytes(blocks, tiles)
         return self._counted(self._reader.read(blocks, None, tiles, hints_to_proto(hints), until_ms))
 
     def get_into(
@@ -226,15 +224,11 @@ class Client:
         if len(buffers) != len(blocks):
             raise InvalidArgument(f"{len(buffers)} buffers for {len(blocks)} keys", field="buffers", limit=len(blocks))
         views = [destination(buffer, f"buffers[{i}]") for i, buffer in enumerate(buffers)]
-        for i, block in enumerate(blocks):
-            group = group_of(self._schema, block)
-            check_tiles(group, tiles)
-            if group.kind == "opaque":
-                continue
-            need = selected_bytes(group.layout(), tiles)
-            if len(views[i]) < need:
+        least = self._least_bytes(blocks, tiles)
+        for i, (block, view) in enumerate(zip(blocks, views, strict=True)):
+            if len(view) < least[block.group]:
                 raise ValueSize(
-                    f"buffers[{i}] has {len(views[i])} bytes", field=f"buffers[{i}]", limit=f"at least {need}"
+                    f"buffers[{i}] has {len(view)} bytes", field=f"buffers[{i}]", limit=f"at least {least[block.group]}"
                 )
         return self._counted(self._reader.read(blocks, views, tiles, hints_to_proto(hints), until_ms))
 
@@ -373,17 +367,16 @@ class Client:
 
     def stat(self, keys: Sequence[Key], *, deadline_ms: int | None = None) -> _Stats:
         """What the node knows of each block, or why it tells nothing: ``absent``, ``unavailable``, ..."""
-        blocks, until_ms = self._keys(keys), self._until(deadline_ms)
-        columns = keys_to_proto(blocks)
+        (columns, count), until_ms = self._columns(keys), self._until(deadline_ms)
         try:
             _, reply = self._session.call(
                 self._session.rpc.blocks.Stat,
                 lambda _, context: pb.StatRequest(context=context, keys=columns),
                 until_ms,
             )
-            return stats(reply, len(blocks))
+            return stats(reply, count)
         except ForebayError as e:
-            return [StatResult(reason(e.code))] * len(blocks)
+            return [StatResult(reason(e.code))] * count
 
     def list(
         self, prefix: bytes = b"", *, group: int = 0, scope: int = 0, deadline_ms: int | None = None
@@ -532,14 +525,32 @@ class Client:
                 group_of(self._schema, block)
         return blocks
 
+    def _least_bytes(self, blocks: _Blocks, tiles: Sequence[int] | None) -> dict[int, int]:
+        """By group: what a buffer must have for ``tiles``, as far as is known before; raises where they do not fit."""
+        least: dict[int, int] = {}
+        for block in blocks:
+            if block.group not in least:
+                group = group_of(self._schema, block)
+                check_tiles(group, tiles)
+                least[block.group] = 0 if group.kind == "opaque" else selected_bytes(group.layout(), tiles)
+        return least
+
+    def _columns(self, keys: Sequence[Key]) -> tuple[pb.Keys, int]:
+        """`_keys` as they are sent, and how many; no object is made of plain ones, of which there may be thousands."""
+        raw: Sequence[Any] = list(keys)
+        if len(raw) <= MAX_BATCH_KEYS and set(map(type, raw)) == {bytes}:
+            lengths = set(map(len, raw))
+            if min(lengths) >= 1 and max(lengths) <= MAX_KEY_BYTES:
+                return key_bytes_to_proto(raw), len(raw)
+        return keys_to_proto(self._keys(raw)), len(raw)
+
     def _statuses(self, method: Any, keys: Sequence[Key], build: Any, deadline_ms: int | None) -> _Words:
-        blocks, until_ms = self._keys(keys), self._until(deadline_ms)
-        columns = keys_to_proto(blocks)
+        (columns, count), until_ms = self._columns(keys), self._until(deadline_ms)
         try:
             _, reply = self._session.call(method, lambda _, context: build(context, columns), until_ms)
-            return [reason(code) for code in column("u16", reply.status, "status", len(blocks))]
+            return [reason(code) for code in column("u16", reply.status, "status", count)]
         except ForebayError as e:
-            return [reason(e.code)] * len(blocks)
+            return [reason(e.code)] * count
 
     def _counted(self, results: _Reads) -> _Reads:
         with self._counting:

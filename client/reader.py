@@ -7,14 +7,14 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from forebay import request_id
 from forebay.checksum import CRC32C, tile_seed
 from forebay.client.device import DeviceView, Lane, View, lane_of
-from forebay.client.layouts import Piece, group_of, runs, selected_bytes
+from forebay.client.layouts import Piece, Run, group_of, runs, selected_bytes
 from forebay.client.options import ClientOptions
 from forebay.client.results import GetResult
 from forebay.client.session import Route, Session, SessionView
@@ -32,7 +32,7 @@ from forebay.errors import (
     ValueSize,
     reason,
 )
-from forebay.ids import LBA_BYTES, BlockKey, stored_key
+from forebay.ids import LBA_BYTES, BlockKey, stored_prefix
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import keys_to_proto, rows16, unpack
 from forebay.schema import TileLayout
@@ -68,8 +68,7 @@ def verdict(
     return OK
 
 
-@dataclass(frozen=True, slots=True)
-class _Located:
+class _Located(NamedTuple):
     """A row of Acquire's answer that has been checked against the schema."""
 
     layout: TileLayout
@@ -102,6 +101,42 @@ class _Wanted:
     staged: Any = None
     """Pinned host memory that ``ops`` fill in the place of ``view``, which is a device's."""
     write_id: bytes = b""
+
+
+class _Alike:
+    """What blocks of one answer have in common, worked out for the first of them."""
+
+    def __init__(self, session: Session, view: SessionView, call: _Call) -> None:
+        self._session = session
+        self._view = view
+        self._call = call
+        self._routes: dict[int, Route | None] = {}
+        self._shapes: dict[tuple[int, int], tuple[int, list[Run]]] = {}
+        self._prefixes: dict[tuple[int, int], bytes] = {}
+
+    def route(self, volume: int) -> Route | None:
+        """How to reach a volume, if it can be."""
+        if volume not in self._routes:
+            self._routes[volume] = self._session.route(self._view, volume, self._call.deadline_ms)
+        return self._routes[volume]
+
+    def shape(self, group: int, layout: TileLayout) -> tuple[int, list[Run]]:
+        """Bytes of the tiles that are asked for of a block of ``group``, and where they lie."""
+        shape = self._shapes.get((group, layout.value_bytes))
+        if shape is None:
+            ranges = runs(layout, self._call.tiles, bridge_bytes=_BRIDGE_BYTES)
+            shape = self._shapes[group, layout.value_bytes] = selected_bytes(layout, self._call.tiles), ranges
+        return shape
+
+    def stored_key(self, block: BlockKey) -> bytes:
+        """The block's key in metadata, which its checksums are bound to."""
+        key, group, scope = block
+        prefix = self._prefixes.get((scope, group))
+        if prefix is None:
+            reply = self._view.reply
+            prefix = stored_prefix(reply.namespace_id, reply.keyspace, reply.generation, scope, group)
+            self._prefixes[scope, group] = prefix
+        return prefix + key
 
 
 class Reader:
@@ -156,10 +191,10 @@ class Reader:
         cuts, size = [0], 0
         limit = min(self._options.batch_bytes, self._options.staging_bytes) if staged else self._options.batch_bytes
         for i, block in enumerate(keys):
-            group = group_of(self._schema, block)
             if buffers is not None:
                 length = len(buffers[i])
             else:
+                group = group_of(self._schema, block)
                 length = 1 << 20 if group.kind == "opaque" else group.layout().value_bytes
             if size and size + length > limit:
                 cuts.append(i)
@@ -169,8 +204,8 @@ class Reader:
 
     def _read(self, keys: Sequence[BlockKey], buffers: Sequence[View] | None, call: _Call) -> list[GetResult]:
         deadline_ms = call.deadline_ms
-        rows = {block: i for i, block in enumerate(dict.fromkeys(keys))}
-        columns = keys_to_proto(list(rows))
+        asked = list(dict.fromkeys(keys))
+        columns = keys_to_proto(asked)
         asked_ms = self._clock.monotonic_ms()  # a lease counts from before the request was sent
 
         def request(_: SessionView, context: pb.Context) -> pb.AcquireRequest:
@@ -183,17 +218,13 @@ class Reader:
         view, reply = self._session.call(self._session.rpc.blocks.Acquire, request, deadline_ms)
         lease_until_ms = asked_ms + reply.lease_ttl_ms
         try:
-            located = self._locate(list(rows), reply)
+            located = dict(zip(asked, self._locate(asked, reply), strict=True))
+            alike = _Alike(self._session, view, call)
             wanted: list[_Wanted | int] = []
             for i, block in enumerate(keys):
-                row = located[rows[block]]
+                row = located[block]
                 buffer = None if buffers is None else buffers[i]
-                if isinstance(row, _Located):
-                    route = self._session.route(view, row.volume, deadline_ms)
-                    stored = stored_key(view.reply.namespace_id, view.reply.keyspace, view.reply.generation, block)
-                    wanted.append(Unavailable.code if route is None else self._want(row, stored, route, buffer, call))
-                else:
-                    wanted.append(row)
+                wanted.append(row if isinstance(row, int) else self._want(block, row, alike, buffer, call))
             outcomes = self._transfer(
                 [want for want in wanted if isinstance(want, _Wanted)], call.lane, min(deadline_ms, lease_until_ms)
             )
@@ -228,21 +259,25 @@ class Reader:
             return True
         return options.verify == "sample" and next(self._sampled) % options.verify_one_in == 0
 
-    def _want(self, row: _Located, stored: bytes, route: Route, buffer: View | None, call: _Call) -> _Wanted | int:
+    def _want(self, block: BlockKey, row: _Located, alike: _Alike, buffer: View | None, call: _Call) -> _Wanted | int:
         """The operations that bring a block's tiles into ``buffer``, or an error code."""
-        layout, verified = row.layout, self._verifies(route)
-        size = selected_bytes(layout, call.tiles)
+        route = alike.route(row.volume)
+        if route is None:
+            return Unavailable.code
+        size, ranges = alike.shape(block.group, row.layout)
         if buffer is None:
             buffer = np.empty(size, np.uint8).data
         elif len(buffer) < size:
             return ValueSize.code
+        verified, stored = self._verifies(route), alike.stored_key(block)
+        view: View = buffer[:size]
         staged: Any = None
-        target: View = buffer[:size]
-        if isinstance(target, DeviceView) and call.lane is not None and not route.transport.capabilities.device_memory:
+        target = view
+        if isinstance(view, DeviceView) and call.lane is not None and not route.transport.capabilities.device_memory:
             staged = call.lane.host(size)
             target = memoryview(staged.numpy())
-        want = _Wanted(buffer[:size], route.transport, [], [], [], staged, row.write_id)
-        for offset_bytes, pieces in runs(layout, call.tiles, bridge_bytes=_BRIDGE_BYTES):
+        want = _Wanted(view, route.transport, [], [], [], staged, row.write_id)
+        for offset_bytes, pieces in ranges:
             at_bytes = row.offset_bytes + offset_bytes
             numbers = [piece.tile if verified else None for piece in pieces]
             seeds = [None if tile is None else tile_seed(stored, tile, row.write_id) for tile in numbers]
@@ -250,7 +285,7 @@ class Reader:
                 want.device_ops.append(DeviceReadOp(route.nsid, at_bytes, _device_segments(target, pieces, seeds)))
             else:
                 want.ops.append(ReadOp(route.nsid, at_bytes, _segments(target, pieces, seeds)))
-            want.expected.append(tuple(None if tile is None else row.checksums[tile] for tile in numbers))
+            want.expected.append(tuple([None if tile is None else row.checksums[tile] for tile in numbers]))
         return want
 
     def _locate(self, keys: Sequence[BlockKey], reply: pb.AcquireReply) -> list[_Located | int]:
@@ -317,8 +352,10 @@ class Reader:
 
 def _segments(view: memoryview, pieces: Sequence[Piece], seeds: Sequence[int | None]) -> tuple[Segment, ...]:
     return tuple(
-        Segment(None if tile is None else view[start : start + length_bytes], length_bytes, seed)
-        for (tile, start, length_bytes), seed in zip(pieces, seeds, strict=True)
+        [
+            Segment(None if tile is None else view[start : start + length_bytes], length_bytes, seed)
+            for (tile, start, length_bytes), seed in zip(pieces, seeds, strict=True)
+        ]
     )
 
 

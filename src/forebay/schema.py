@@ -146,7 +146,7 @@ class Group:
                 raise ValueSize(
                     f"a value of {value_bytes} bytes", field="length_bytes", limit=f"1 to {MAX_VALUE_BYTES}"
                 )
-            return TileLayout.of((value_bytes,))
+            return _alone(value_bytes)
         layout = _grid(self)
         if value_bytes is not None and value_bytes != layout.value_bytes:
             raise ValueSize(
@@ -181,6 +181,11 @@ def _covered(what: str, wanted: range | None, count: int, parts: int) -> range:
                 limit=axis,
             )
     return range(found[0], found[-1] + 1)
+
+
+@lru_cache(maxsize=256)
+def _alone(value_bytes: int) -> TileLayout:
+    return TileLayout.of((value_bytes,))
 
 
 @lru_cache(maxsize=256)

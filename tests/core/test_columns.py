@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from forebay.errors import ForebayError, InvalidArgument, KeySize
 from forebay.ids import MAX_BATCH_KEYS, MAX_KEY_BYTES, BlockKey
 from forebay.proto import forebay_pb2 as pb
-from forebay.proto.columns import keys_from_proto, keys_to_proto, pack, rows16, unpack
+from forebay.proto.columns import key_bytes_to_proto, keys_from_proto, keys_to_proto, pack, rows16, unpack
 
 blocks = st.builds(
     BlockKey,
@@ -19,6 +19,11 @@ blocks = st.builds(
 @given(st.lists(blocks, min_size=1, max_size=20))
 def test_keys_come_back(keys: list[BlockKey]) -> None:
     assert keys_from_proto(pb.Keys.FromString(keys_to_proto(keys).SerializeToString())) == keys
+
+
+@given(st.lists(st.binary(min_size=1, max_size=5), min_size=1, max_size=5))
+def test_keys_alone_are_the_same_column(keys: list[bytes]) -> None:
+    assert key_bytes_to_proto(keys) == keys_to_proto([BlockKey(key) for key in keys])
 
 
 def test_keys_golden() -> None:

@@ -15,7 +15,7 @@ from forebay.errors import InvalidArgument, KeySize
 from forebay.ids import MAX_BATCH_KEYS, MAX_KEY_BYTES, BlockKey, WriteId
 from forebay.proto import forebay_pb2 as pb
 
-__all__ = ["key_bytes", "keys_from_proto", "keys_to_proto", "pack", "rows16", "unpack"]
+__all__ = ["key_bytes", "key_bytes_to_proto", "keys_from_proto", "keys_to_proto", "pack", "rows16", "unpack"]
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "u8": np.dtype("u1"),
@@ -49,17 +49,23 @@ def rows16(data: bytes, field: str) -> list[WriteId]:
 
 def keys_to_proto(keys: Sequence[BlockKey]) -> pb.Keys:
     """A key column; columns that hold only defaults stay empty."""
-    lengths = [len(k.key) for k in keys]
-    message = pb.Keys(data=b"".join([k.key for k in keys]))
-    if lengths and lengths.count(lengths[0]) == len(lengths) and lengths[0]:
-        message.stride = lengths[0]
-    else:
-        message.lengths = pack("u16", lengths)
-    if any(k.group for k in keys):
-        message.groups = pack("u16", [k.group for k in keys])
-    if any(k.scope for k in keys):
-        message.scopes = pack("u32", [k.scope for k in keys])
+    if not keys:
+        return pb.Keys()
+    raw, groups, scopes = zip(*keys, strict=True)
+    message = key_bytes_to_proto(raw)
+    if any(groups):
+        message.groups = pack("u16", groups)
+    if any(scopes):
+        message.scopes = pack("u32", scopes)
     return message
+
+
+def key_bytes_to_proto(keys: Sequence[bytes]) -> pb.Keys:
+    """`keys_to_proto` of keys in group 0 of the default scope."""
+    lengths = list(map(len, keys))
+    if lengths and lengths[0] and lengths.count(lengths[0]) == len(lengths):
+        return pb.Keys(data=b"".join(keys), stride=lengths[0])
+    return pb.Keys(data=b"".join(keys), lengths=pack("u16", lengths))
 
 
 def keys_from_proto(message: pb.Keys, field: str = "keys", *, allow_empty_key: bool = False) -> list[BlockKey]:
