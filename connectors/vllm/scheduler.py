@@ -28,6 +28,7 @@ from forebay.connectors.vllm.modes import ModeSwitch
 from forebay.connectors.vllm.requests import Probe, Tracked, Whole
 from forebay.connectors.vllm.saves import Saves
 from forebay.connectors.vllm.settings import Settings
+from forebay.connectors.vllm.shared_loads import SharedLoads
 from forebay.ids import MAX_BATCH_KEYS, BlockKey
 from forebay.schema import Schema
 
@@ -70,6 +71,7 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._in_step = settings.load == "layers"
         self._fills = StepFills(groups)
+        self._shared = SharedLoads()
         self._offer: SessionOffer | None = None
         self._touched: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._saves = Saves(ranks, settings.save_timeout_ms, counters)
@@ -189,6 +191,8 @@ class SchedulerHalf:
         limit = token_limit(request, "max_load_tokens")
         if limit is not None:
             most = min(most, start + limit)
+        if start < most and self._shared.waits(request.request_id, self._next_hash(request, start)):
+            return None, False
         if not tracked.counted:
             tracked.counted = True
             tracked.wanted_tokens = self._decide(answer, start, self._groups.longest(answer.present, start, most))
@@ -196,6 +200,11 @@ class SchedulerHalf:
         if not tokens or self._mode.now != "on" or self._session() is None:
             return 0, False
         return tokens, not self._in_step
+
+    def _next_hash(self, request: Any, tokens: int) -> bytes:
+        """The hash of what comes after so many tokens; empty if that is not a whole block."""
+        number = tokens // self._groups.hash_tokens
+        return bytes(request.block_hashes[number]) if number < len(request.block_hashes) else b""
 
     def _decide(self, answer: Probe, start: int, end: int) -> int:
         """How many of the tokens from ``start`` to ``end`` to load; counts the answer and the decision."""
@@ -234,6 +243,8 @@ class SchedulerHalf:
             parts.append(Rows(group, tuple(keys), tuple([table[row] for row in held])))
         if self._in_step:
             self._fills.load(tracked)
+        else:
+            self._shared.begin(request.request_id, self._next_hash(request, start))
         tracked.loading, tracked.failed = parts[0].blocks if self._groups.plain else (), False
         self._guard.began(request.request_id, tokens // self._groups.unit_tokens)
         self._loads.append(
@@ -407,6 +418,7 @@ class SchedulerHalf:
         if spoilt:  # the step went on with whatever was there
             self._saves.spoil()
         for ident in (*received, *ended):
+            self._shared.end(ident)
             tracked = self._requests.get(ident)
             if tracked is None:
                 continue
@@ -426,6 +438,7 @@ class SchedulerHalf:
         When a request is ``given_up`` in the middle of a step, vLLM does not hear what of its blocks was lost.
         """
         self._requests.pop(request.request_id, None)
+        self._shared.forget(request.request_id)
         self._guard.ended(request.request_id, None)
         return self._fills.given_up(request.request_id) if given_up else set()
 
