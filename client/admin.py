@@ -214,7 +214,8 @@ class Admin:
     """An administrator's connection to a node; a context manager. Tokens are found as `connect` finds them.
 
     Every call raises what the node answered (`PermissionDenied`, `NamespaceNotFound`, `AlreadyExists`, ...) or
-    `Unavailable` and `DeadlineExceeded`.
+    `Unavailable` and `DeadlineExceeded`. ``attempt_ms`` is how long one attempt to reach the node may take at least:
+    longer than an engine's, since nobody computes what an administrator asks.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class Admin:
         *,
         token: str | None = None,
         deadline_ms: int = 10_000,
-        attempt_ms: int = 100,
+        attempt_ms: int = 5_000,
     ) -> None:
         if not 1 <= deadline_ms <= 600_000:
             raise InvalidArgument(f"deadline_ms is {deadline_ms}", field="deadline_ms", limit="1 to 600000")

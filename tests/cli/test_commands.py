@@ -18,7 +18,7 @@ from forebay.cli.main import run
 from forebay.client import Client, ClientOptions, StatResult, connect
 from forebay.measure.machine import file_system
 from tests.cli.shell import Shell
-from tests.client.conftest import eventually
+from tests.client.conftest import eventually, patient
 
 
 def test_a_file_goes_in_and_comes_out(forebay: Shell, tmp_path: Path) -> None:
@@ -180,7 +180,9 @@ def test_one_kind_of_transport_alone(forebay: Shell, tmp_path: Path, monkeypatch
 
 
 def test_sessions_say_by_what_they_read(forebay: Shell, node: DemoNode) -> None:
-    with connect(node.url, token=(node.data / "admin.token").read_text().strip(), options=ClientOptions(client="me")):
+    with connect(
+        node.url, token=(node.data / "admin.token").read_text().strip(), options=patient(ClientOptions(client="me"))
+    ):
 
         def said() -> bool:
             found = forebay.json("sessions")["sessions"]
@@ -258,7 +260,8 @@ def test_quotas_of_scopes(forebay: Shell) -> None:
 
 
 def test_sessions(forebay: Shell, node: DemoNode) -> None:
-    with connect(node.url, token=node.token):
+    with connect(node.url, token=node.token, options=patient()):
+        eventually(lambda: len(forebay.json("sessions", "default/default")["sessions"]) == 1, "others have ended")
         (found,) = forebay.json("sessions", "default/default")["sessions"]
         assert (found["principal"], found["namespace"], found["state"]) == ("admin", "default/default", "open")
         assert len(found["session"]) == 32 and found["hosts"] == 1 and found["age_ms"] >= found["idle_ms"] >= 0

@@ -19,6 +19,7 @@ from forebay.client import connect
 from forebay.errors import Unavailable
 from tests.cli.shell import Shell
 from tests.cli.test_docs import row_of
+from tests.client.conftest import patient
 from tests.sim.running import on_loop
 
 FILE = (b"a block that will be spoilt " * 200)[:5000]
@@ -30,7 +31,7 @@ def stopped(tmp_path: Path) -> Iterator[DemoNode]:
     node = DemoNode(tmp_path / "data", 512 << 20, tmp_path / "node.log")
     try:
         node.start()
-        with connect(node.url, token=node.token) as client:
+        with connect(node.url, token=node.token, options=patient()) as client:
             assert client.put([b"spoilt", b"sound"], [FILE, FILE[::-1]])[0].stored
         threads = [threading.Thread(target=write, args=(node, i)) for i in range(2)]
         for thread in threads:
@@ -48,9 +49,9 @@ def stopped(tmp_path: Path) -> Iterator[DemoNode]:
 
 def write(node: DemoNode, number: int) -> None:
     """Put blocks until the node is gone."""
-    with connect(node.url, token=node.token) as client:
+    with connect(node.url, token=node.token, options=patient()) as client:
         for i in range(100_000):
-            if not client.put([b"%d/%d" % (number, i)], [os.urandom(20_000)], deadline_ms=500)[0].stored:
+            if not client.put([b"%d/%d" % (number, i)], [os.urandom(20_000)])[0].stored:
                 return
 
 
@@ -84,7 +85,7 @@ def test_a_killed_node_is_clean_until_it_is_damaged(stopped: DemoNode, capsys: p
     assert (code, report["dropped"]) == (WRONG_BYTES, 1)
     assert found(stopped, capsys)[0] == OK
     stopped.start()
-    with connect(stopped.url, token=stopped.token) as client:
+    with connect(stopped.url, token=stopped.token, options=patient()) as client:
         dropped, spoilt, sound = client.get([b"0/0", b"spoilt", b"sound"])
         assert dropped.reason == "absent"
         assert spoilt.reason in ("absent", "checksum_mismatch")  # the node may have looked first

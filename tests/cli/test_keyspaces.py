@@ -13,13 +13,14 @@ from forebay.client import ClientOptions, Describe, Hints, connect
 from forebay.ids import BlockKey
 from forebay.schema import Group, HashAlgorithm, Schema
 from tests.cli.shell import Shell
+from tests.client.conftest import patient
 
 GROUP = Group("full", (0, 1), 16, 2, 64, "float32", "test/vec")
 ONE = Schema("engine", b"m" * 32, HashAlgorithm("h", 16), (GROUP,))
 TWO = replace(ONE, groups=(replace(GROUP, format="test/amx"),))
 VALUE = bytes(GROUP.layout().value_bytes)
 HASH = bytes(range(32))
-OPTIONS = ClientOptions(deadline_ms=30_000)
+OPTIONS = patient(ClientOptions(deadline_ms=30_000))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from forebay.cli.exits import ABSENT, OK, UNAVAILABLE, USAGE, WRONG_BYTES
 from forebay.cli.main import run
 from forebay.client import connect
 from tests.cli.shell import Shell
+from tests.client.conftest import patient
 
 BLOCKS = 12
 
@@ -41,7 +42,7 @@ def test_a_scrub_drops_what_is_bad_and_nothing_else(
 ) -> None:
     forebay("namespace", "create", "t/scrub")
     keys = [b"key %d" % i for i in range(BLOCKS)]
-    with connect(node.url, namespace="t/scrub", token=node.token) as client:
+    with connect(node.url, namespace="t/scrub", token=node.token, options=patient()) as client:
         assert all(block.stored for block in client.put(keys, [value(i) for i in range(BLOCKS)]))
         clean = forebay.json("scrub", "t/scrub")
         assert (clean["state"], clean["blocks"], clean["bad"], clean["unread"]) == ("done", BLOCKS, 0, 0)

@@ -11,13 +11,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from spdk.rpc.client import JSONRPCClient  # type: ignore[import-untyped]
 
-from forebay.client import Admin, Client, connect
+from forebay.client import Admin, Client, ClientOptions, connect
 from forebay.client.transports.controller import SubsystemAddress
 from forebay.client.transports.nvme_tcp import NvmeTcpTransport
 from forebay.client.transports.options import NvmeTcpOptions
@@ -163,15 +164,23 @@ def capable(request: pytest.FixtureRequest) -> None:
         pytest.skip("the target of this node does not refuse writes outside grants")
 
 
+def patient(options: ClientOptions | None = None) -> ClientOptions:
+    """Options of a client that has patience with a busy machine, unless they name times of their own."""
+    found, usual = options or ClientOptions(), ClientOptions()
+    if found.connect_ms == usual.connect_ms:
+        found = replace(found, connect_ms=20_000)
+    return replace(found, attempt_ms=5_000) if found.attempt_ms == usual.attempt_ms else found
+
+
 class NodeAccess:
     """Something that clients can connect to."""
 
     url: str
     token: str
 
-    def connect(self, **arguments: Any) -> Client:
+    def connect(self, options: ClientOptions | None = None, **arguments: Any) -> Client:
         """A client of it, as the administrator."""
-        return connect(self.url, token=self.token, **arguments)
+        return connect(self.url, token=self.token, options=patient(options), **arguments)
 
     def admin(self) -> Admin:
         """The administrator, who has patience with a machine that is busy."""

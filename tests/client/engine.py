@@ -11,7 +11,9 @@ from forebay.schema import Schema
 
 
 def main(url: str, token: str, session_token: str, schema: str = "") -> None:
-    options = ClientOptions(deadline_ms=20_000, write_ttl_ms=500 if schema else 0)
+    options = ClientOptions(
+        deadline_ms=20_000, connect_ms=20_000, attempt_ms=5_000, write_ttl_ms=2_000 if schema else 0
+    )
     with Client.join(
         url,
         token=token,

@@ -34,9 +34,9 @@ from forebay.errors import (
 )
 from forebay.ids import MAX_KEY_BYTES, MAX_VALUE_BYTES, BlockKey
 from forebay.schema import Group, HashAlgorithm, Schema
-from tests.client.conftest import NodeProcess, eventually, halted
+from tests.client.conftest import NodeProcess, eventually, halted, patient
 
-OPTIONS = ClientOptions(deadline_ms=30_000)
+OPTIONS = patient(ClientOptions(deadline_ms=30_000))
 
 
 def noise(length: int, seed: int = 0) -> bytes:
@@ -85,7 +85,7 @@ def test_the_largest_value(client: Client) -> None:
 
 
 def test_longer_batches_than_one_lease_should_cover(shared_node: NodeProcess) -> None:
-    options = ClientOptions(deadline_ms=30_000, batch_bytes=100_000)
+    options = replace(OPTIONS, batch_bytes=100_000)
     keys = [b"part-%d" % i for i in range(20)]
     values = [noise(30_000, i) for i in range(20)]
     with shared_node.connect(options=options) as client:
@@ -380,7 +380,7 @@ def test_where_the_token_comes_from(shared_node: NodeProcess, monkeypatch: pytes
 
 
 def test_rights(shared_node: NodeProcess) -> None:
-    with Admin(shared_node.url, token=shared_node.token) as admin:
+    with shared_node.admin() as admin:
         reader = admin.create_principal("reader")
         admin.set_grant("reader", "default/default", ["read"])
         with shared_node.connect(options=OPTIONS) as client:
@@ -397,7 +397,7 @@ def test_rights(shared_node: NodeProcess) -> None:
 
 
 def test_administration(shared_node: NodeProcess) -> None:
-    with Admin(shared_node.url, token=shared_node.token) as admin:
+    with shared_node.admin() as admin:
         made = admin.create_namespace("team/kv", quota_bytes=1 << 28, durability="volatile", eviction="none")
         assert (made.name, made.quota_bytes, made.durability) == ("team/kv", 1 << 28, "volatile")
         assert admin.update_namespace("team/kv", min_generation=3).min_generation == 3
@@ -494,7 +494,7 @@ def test_joining_what_cannot_be_joined(shared_node: NodeProcess, client: Client)
 
 def test_a_node_killed_and_started_again(node: NodeProcess) -> None:
     """Everything acknowledged is there, through the same client."""
-    options = ClientOptions(deadline_ms=30_000, nvme_tcp=NvmeTcpOptions(backoff_ms=(1, 50)))
+    options = replace(OPTIONS, nvme_tcp=NvmeTcpOptions(backoff_ms=(1, 50)))
     keys = [b"kept-%d" % i for i in range(50)]
     values = [noise(10_000 + i, i) for i in range(50)]
     with node.connect(options=options) as client:
@@ -513,7 +513,7 @@ def test_a_node_killed_and_started_again(node: NodeProcess) -> None:
 
 def test_a_target_killed_in_the_middle_of_reads(shared_node: NodeProcess) -> None:
     """Reads are hits with the right bytes or misses with a reason, and hits again once it is back."""
-    options = ClientOptions(deadline_ms=30_000, nvme_tcp=NvmeTcpOptions(backoff_ms=(1, 50)))
+    options = replace(OPTIONS, nvme_tcp=NvmeTcpOptions(backoff_ms=(1, 50)))
     keys = [b"reads-%d" % i for i in range(16)]
     values = [noise(1 << 20, i) for i in range(16)]
     reasons: set[str] = set()

@@ -13,7 +13,7 @@ import os, sys
 from forebay.client import ClientOptions, connect
 
 url, token = sys.argv[1:]
-options = ClientOptions(deadline_ms=60_000)
+options = ClientOptions(deadline_ms=60_000, connect_ms=20_000, attempt_ms=5_000)
 with connect(url, token=token, options=options) as client:
     assert client.put([b"k"], [b"v" * 5000])[0].stored
     assert client.get([b"k"])[0].hit

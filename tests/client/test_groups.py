@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.client import Admin, Client, ClientOptions, PlannedWrite, TilesResult, WritePlan
+from forebay.client import Client, ClientOptions, PlannedWrite, TilesResult, WritePlan
 from forebay.client.layouts import runs
 from forebay.client.plans import MAX_PLAN_BYTES
 from forebay.client.transports.base import ReadOp, Segment, WriteOp
@@ -36,9 +36,11 @@ from forebay.ids import LBA_BYTES, BlockKey, Extent, VolumeId
 from forebay.proto import forebay_pb2 as pb
 from forebay.ranks import held_tiles, written_tiles
 from forebay.schema import Group, HashAlgorithm, Schema, TileLayout
-from tests.client.conftest import NodeProcess, eventually, stop
+from tests.client.conftest import NodeProcess, eventually, patient, stop
 
-OPTIONS = ClientOptions(deadline_ms=30_000)
+OPTIONS = patient(ClientOptions(deadline_ms=30_000))
+TTL_MS = 2_000
+"""All of which is waited for by those who wait for the end of a write; a busy machine begins one within it."""
 SCHEMA = Schema(
     "test",
     b"",
@@ -350,9 +352,9 @@ def test_ranks_in_processes_of_their_own(ranks: Ranks) -> None:
 
 def test_a_rank_that_dies_leaves_nothing(shared_node: NodeProcess) -> None:
     """Killed after another rank's commit and before its own: at the deadline all is as it was."""
-    ranks = Ranks(shared_node, 1, replace(OPTIONS, write_ttl_ms=500))
+    ranks = Ranks(shared_node, 1, replace(OPTIONS, write_ttl_ms=TTL_MS))
     leader = ranks.clients[0]
-    with Admin(shared_node.url, token=shared_node.token) as admin:
+    with shared_node.admin() as admin:
         before = {n.name: (n.used_bytes, n.pending_bytes) for n in admin.list_namespaces()}
         follower, witness = Process(ranks), Process(ranks)
         plan = leader.allocate([b"dead"])
@@ -370,7 +372,7 @@ def test_a_rank_that_dies_leaves_nothing(shared_node: NodeProcess) -> None:
 
 
 def test_a_leader_that_dies_leaves_nothing(shared_node: NodeProcess) -> None:
-    ranks = Ranks(shared_node, 2, replace(OPTIONS, write_ttl_ms=500))
+    ranks = Ranks(shared_node, 2, replace(OPTIONS, write_ttl_ms=TTL_MS))
     leader = Process(ranks)
     plan = WritePlan.from_bytes(bytes.fromhex(leader.say("allocate", "orphan")))
     leader.process.kill()
@@ -385,7 +387,7 @@ def test_a_leader_that_dies_leaves_nothing(shared_node: NodeProcess) -> None:
 
 @pytest.mark.fencing  # it connects again, and what it writes then would be a miss, not a wrong byte
 def test_a_stopped_rank_writes_nothing_when_it_goes_on(shared_node: NodeProcess) -> None:
-    ranks = Ranks(shared_node, 1, replace(OPTIONS, write_ttl_ms=500))
+    ranks = Ranks(shared_node, 1, replace(OPTIONS, write_ttl_ms=TTL_MS))
     leader = ranks.clients[0]
     sleeper = Process(ranks)
     plan = leader.allocate([b"slept"])

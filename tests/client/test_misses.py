@@ -10,14 +10,14 @@ from forebay.client import ClientOptions, Describe, Hints, connect
 from forebay.errors import ProtocolError
 from forebay.proto import forebay_pb2 as pb
 from forebay.schema import Group, HashAlgorithm, Schema
-from tests.client.conftest import NodeProcess
+from tests.client.conftest import NodeProcess, patient
 from tests.client.scripted_node import ScriptedNode
 
 GROUP = Group("full", (0, 1), 16, 2, 64, "float32", "test")
 HERE = Schema("test", b"m" * 32, HashAlgorithm("h", 16), (GROUP,))
 THERE = replace(HERE, model=b"n" * 32, groups=(replace(GROUP, format="other"),))
 VALUE = bytes(GROUP.layout().value_bytes)
-OPTIONS = ClientOptions(deadline_ms=30_000)
+OPTIONS = patient(ClientOptions(deadline_ms=30_000))
 
 
 def test_a_miss_says_where_the_block_is_instead(shared_node: NodeProcess) -> None:

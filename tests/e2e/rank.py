@@ -17,7 +17,7 @@ from forebay.client import Client, ClientOptions, WritePlan, connect
 from forebay.ranks import held_tiles, written_tiles
 from tests.e2e.decoder import BLOCK_TOKENS, Cache, Decoder, block_keys
 
-OPTIONS = ClientOptions(deadline_ms=20_000)
+OPTIONS = ClientOptions(deadline_ms=20_000, connect_ms=20_000, attempt_ms=5_000)
 STEPS = 12
 
 

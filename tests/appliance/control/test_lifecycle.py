@@ -22,19 +22,20 @@ from forebay.ids import BlockKey
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import unpack
 from tests.appliance.control.peer import CAPACITY, Daemon, alive, eventually, failure
+from tests.client.conftest import patient
 
 Make = Callable[..., Daemon]
 VALUES = {b"k%d" % i: os.urandom(90 * i + 1) for i in range(40)}
 
 
 def store(daemon: Daemon) -> None:
-    with forebay.connect(f"forebay://{daemon.address}", token=daemon.token) as client:
+    with forebay.connect(f"forebay://{daemon.address}", token=daemon.token, options=patient()) as client:
         results = client.put(list(VALUES), list(VALUES.values()))
         assert [r.reason for r in results if not r.stored] == []
 
 
 def check(daemon: Daemon, missing: tuple[bytes, ...] = ()) -> None:
-    with forebay.connect(f"forebay://{daemon.address}", token=daemon.token) as client:
+    with forebay.connect(f"forebay://{daemon.address}", token=daemon.token, options=patient()) as client:
         found = client.get(list(VALUES))
         for key, got in zip(VALUES, found, strict=True):
             assert got.hit == (key not in missing), (key, got.reason)
@@ -188,7 +189,7 @@ def test_a_kill_of_the_target_is_noticed_and_its_state_replayed(make: Make) -> N
 def test_a_kill_of_both_loses_nothing(make: Make) -> None:
     daemon = make().start()
     store(daemon)
-    with forebay.connect(f"forebay://{daemon.address}", token=daemon.token) as client:
+    with forebay.connect(f"forebay://{daemon.address}", token=daemon.token, options=patient()) as client:
         client.delete([b"k3"])
     target = daemon.target_pid
     daemon.kill()

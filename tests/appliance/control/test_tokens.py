@@ -10,6 +10,7 @@ import forebay
 from forebay.client import Admin
 from forebay.errors import NamespaceNotFound, Unauthenticated
 from tests.appliance.control.peer import Daemon
+from tests.client.conftest import patient
 
 Make = Callable[..., Daemon]
 
@@ -46,10 +47,10 @@ def test_rights_end_with_their_namespace(make: Make) -> None:
         admin.create_namespace("acme/chat")
         token = admin.create_principal("vllm").token
         admin.set_grant("vllm", "acme/chat", ["read", "write"])
-        with forebay.connect(url, namespace="acme/chat", token=token) as client:
+        with forebay.connect(url, namespace="acme/chat", token=token, options=patient()) as client:
             assert client.put([b"k"], [b"v"])[0].stored
         admin.delete_namespace("acme/chat", force=True)
         admin.create_namespace("acme/chat")
         with pytest.raises(NamespaceNotFound):
-            forebay.connect(url, namespace="acme/chat", token=token)
+            forebay.connect(url, namespace="acme/chat", token=token, options=patient())
         assert all(not p.grants for p in admin.list_principals())

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from forebay.client import Admin, Client, connect
+from tests.client.conftest import patient
 
 NodeMaker = Callable[[str], "Served"]
 
@@ -51,7 +52,8 @@ class Served:
         )
 
     def connect(self, namespace: str = "default/default", token: str | None = None) -> Client:
-        return connect(f"forebay://{self.about['grpc']}", namespace=namespace, token=token or self.token)
+        url = f"forebay://{self.about['grpc']}"
+        return connect(url, namespace=namespace, token=token or self.token, options=patient())
 
     def admin(self) -> Admin:
         return Admin(f"forebay://{self.about['grpc']}", token=self.token)
