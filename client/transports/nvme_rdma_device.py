@@ -140,8 +140,8 @@ class Device:
             opened.append(self.domain)
             self.read_depth = min(255, self.context.query_device().max_qp_rd_atom)
         except OSError as e:
-            while opened:
-                destroy(opened.pop().close, "a part of a device")
+            while opened:  # once: there is no memory in them
+                destroy(opened.pop().close, "a part of a device", again=False)
             raise Unavailable(f"opening the RDMA device {name}: {e}") from e
         self._lock = threading.Lock()
         self._users = 1
