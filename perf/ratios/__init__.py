@@ -9,6 +9,7 @@ from perf.harness import Row
 from perf.ratios import (
     calls,
     checksum,
+    floor,
     flush,
     get_disk,
     get_redis,
@@ -35,6 +36,7 @@ BENCHMARKS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "put_full": put_full.run,
     "nbdkit": outside.run_nbdkit,
     "mooncake": outside.run_mooncake,
+    "floor": floor.run,
     "calls": calls.run,
     "match": match.run,
     "checksum": checksum.run,

@@ -13,7 +13,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -40,12 +40,14 @@ def send_all(sock: socket.socket, pieces: list[bytes | memoryview]) -> None:
                 sent -= len(piece)
 
 
-def _receive(sock: socket.socket, into: memoryview) -> None:
+def _receive(sock: socket.socket, into: memoryview, seen: Callable[[memoryview], object] | None = None) -> None:
     at = 0
     while at < len(into):
         count = sock.recv_into(into[at:])
         if not count:
             raise ConnectionError("the peer went away")
+        if seen is not None:
+            seen(into[at : at + count])
         at += count
 
 
@@ -66,12 +68,14 @@ class TcpPeer:
         """The serving process."""
         return self._server.pid
 
-    def get(self, first: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers`` with the blocks from number ``first`` on."""
+    def get(
+        self, first: int, buffers: Sequence[memoryview], *, seen: Callable[[memoryview], object] | None = None
+    ) -> None:
+        """Fill ``buffers`` with the blocks from number ``first`` on; ``seen`` is called with each piece as it comes."""
         self._sock.sendall(_HEADER.pack(_GET, len(buffers), first, len(buffers[0])))
         for buffer in buffers:
             _receive(self._sock, self._head)
-            _receive(self._sock, buffer)
+            _receive(self._sock, buffer, seen)
 
     def put(self, first: int, values: Sequence[memoryview]) -> None:
         """Have ``values`` taken as the blocks from number ``first`` on; returns when the other end has them all."""
