@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from contextvars import copy_context
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -138,7 +139,7 @@ def test_spans_reach_a_collector() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         tracer = Tracer.to_collector(f"http://127.0.0.1:{server.server_port}/v1/traces", "node-7")
-        tracer.call("grpc Match", {}).end(0, "me")
+        copy_context().run(tracer.call, "grpc Match", {}).end(0, "me")  # each call has a context of its own
         tracer.close()
         server.shutdown()
     assert [path for path, _ in got] == ["/v1/traces"]
