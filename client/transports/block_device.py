@@ -167,7 +167,9 @@ class BlockDeviceTransport(Transport):
         error: ForebayError | None = None
         # Whoever calls has other things to do, such as to keep a session alive.
         deadline_ms = min(deadline_ms, self._clock.monotonic_ms() + _LOOKS_MS)
-        for nsid in list(self._nguids):
+        nsids = list(self._nguids)
+        self._hear_of(nsids)
+        for nsid in nsids:
             known = self._volumes.get(nsid)
             if known is None or self._clock.monotonic_ms() >= known.not_before_ms:
                 error = self._look(nsid, deadline_ms) or error
@@ -318,6 +320,7 @@ class BlockDeviceTransport(Transport):
             if known.disk.unchanged:
                 return known.disk
             self._suspect(nsid)
+        self._hear_of([nsid])
         error = self._look(nsid, deadline_ms)
         disk = self._volumes[nsid].disk if error is None else None
         return disk or error or Unavailable("the transport is closed")
@@ -326,6 +329,11 @@ class BlockDeviceTransport(Transport):
         known = self._volumes.get(nsid)
         if known is not None:
             known.suspect = True
+
+    def _hear_of(self, nsids: Sequence[int]) -> None:
+        """Of volumes that are to be looked for: a new one may be on a drive that had no label when it was seen."""
+        if self._labels is not None and any(nsid not in self._volumes for nsid in nsids):
+            self._labels.forget()
 
     def _look(self, nsid: int, deadline_ms: int) -> ForebayError | None:
         """Find the volume, or see whether its disk is still the one; why not, if so. By the deadline."""
@@ -338,8 +346,6 @@ class BlockDeviceTransport(Transport):
             known = self._volumes.setdefault(nsid, _Volume())
             if known.look is not None and not known.look.ended:
                 return Unavailable("an earlier look at the device has not come back")
-            if self._labels is not None and known.look is None:
-                self._labels.forget()  # a new volume may be on a drive that had none when it was seen
             volume = VolumeIdentity(self._nqn, nsid, self._nguids.get(nsid, ""))
             try:
                 known.look = look = Look(self._machine, volume, labels=self._labels, writable=self._writable)
