@@ -15,8 +15,9 @@ from forebay.appliance.control.calls import MAX_DEADLINE_MS, Method, Stream, fin
 from forebay.appliance.namespace.desired_state import Principal
 from forebay.appliance.namespace.events import BlockEvent
 from forebay.appliance.namespace.node import Node
+from forebay.appliance.namespace.records import encode_tail
 from forebay.appliance.namespace.sessions import Session
-from forebay.appliance.namespace.writes import Allocation, TileSum, encode_tail
+from forebay.appliance.namespace.writes import Allocation, TileSum
 from forebay.errors import (
     OK,
     Absent,

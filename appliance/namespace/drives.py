@@ -16,9 +16,7 @@ and labels prove to be the ones that metadata names. A start without it remember
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,10 +29,10 @@ import numpy as np
 
 from forebay.appliance.dataplane.block_volumes import is_device
 from forebay.appliance.dataplane.interface import VolumeErrors, VolumeSpec
-from forebay.appliance.dataplane.labels import LabelledVolumes, translated, volume_size_bytes
+from forebay.appliance.dataplane.labels import LabelledVolumes, volume_size_bytes
 from forebay.appliance.dataplane.volumes import open_drive, volumes_on
-from forebay.appliance.directories import probe_directory
 from forebay.appliance.namespace.desired_state import DesiredState, Namespace, Volume
+from forebay.appliance.namespace.drive_looks import Look, look_at, look_at_store
 from forebay.appliance.namespace.engine import Engine
 from forebay.appliance.namespace.meta import NodeMeta
 from forebay.appliance.namespace.records import FLUSHED
@@ -54,7 +52,6 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 _MAX_NSID = 1024
-_PROBE_BYTES = 64 << 10
 _HANGS_MS = 30_000
 """A look that takes longer waits for a drive that is away."""
 _AGAIN_MS = 1_000
@@ -63,22 +60,12 @@ _FULL_MS = 30_000
 """After which a full drive is asked for a region again where nothing else tells whether it has room."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """What one look at a drive found."""
-
-    state: DriveState
-    reason: str = ""
-    free_bytes: int | None = None
-    """Of its file system; None where that says nothing."""
-
-
 @dataclass(slots=True)
 class _Watched:
     """What is remembered between two looks."""
 
     errors: dict[VolumeId, VolumeErrors] = field(default_factory=dict)
-    looking: Future[_Look | None] | None = None
+    looking: Future[Look | None] | None = None
     looking_since_ms: int = 0
     closely: bool = False
     again_ms: int = 0
@@ -368,7 +355,7 @@ class NodeDrives:
                     volume, NoSpace(f"{drive.path} has no space left for what is there: free some on its file system")
                 )
 
-    def _ask(self, drive: Drive, watched: _Watched) -> _Look | None:
+    def _ask(self, drive: Drive, watched: _Watched) -> Look | None:
         """The answer of the look that was begun, if there is one, and a new one begun if it is time."""
         if drive.name not in self._meta.drives:
             return None  # it could not be claimed when the node started, and so it is nobody's that could come back
@@ -377,7 +364,7 @@ class NodeDrives:
         if asked is not None and not asked.done():
             if now_ms - watched.looking_since_ms < _HANGS_MS or drive.state is DriveState.AWAY:
                 return None
-            return _Look(DriveState.AWAY, f"{drive.path} does not answer")
+            return Look(DriveState.AWAY, f"{drive.path} does not answer")
         watched.looking = None
         closely = drive.doubted or drive.state is not DriveState.SERVING
         if asked is not None and (watched.closely or not closely):
@@ -389,16 +376,16 @@ class NodeDrives:
             watched.looking_since_ms, watched.closely = now_ms, closely
             store = self._stores.get(drive.name)
             watched.looking = (
-                self._threads.submit(_look_at, Path(drive.path), self._meta.node_id, identity, paths, closely)
+                self._threads.submit(look_at, Path(drive.path), self._meta.node_id, identity, paths, closely)
                 if store is None
-                else self._threads.submit(_look_at_store, store, identity, paths, closely)
+                else self._threads.submit(look_at_store, store, identity, paths, closely)
             )
         return None
 
     def _drive_of(self, volume: VolumeId) -> str:
         return self._e.space.volumes[volume].drive
 
-    async def _judge(self, drive: Drive, watched: _Watched, found: _Look) -> None:
+    async def _judge(self, drive: Drive, watched: _Watched, found: Look) -> None:
         if found.state is DriveState.SERVING and drive.state is DriveState.SERVING:
             drive.doubted = False
             self._look_for_room(drive, watched, found)
@@ -419,7 +406,7 @@ class NodeDrives:
             await self.lose(drive, found.state, found.reason)
             self._later(watched)
 
-    def _look_for_room(self, drive: Drive, watched: _Watched, found: _Look) -> None:
+    def _look_for_room(self, drive: Drive, watched: _Watched, found: Look) -> None:
         """Whether a full drive may have room again."""
         now_ms = self._e.clock.monotonic_ms()
         if not drive.full:
@@ -547,68 +534,3 @@ class NodeDrives:
             if not namespace.deleting:
                 await self._quietly(self.create_volumes(namespace))
         await self._quietly(self.reconcile())  # so that hosts see what is new
-
-
-def _look_at(drive: Path, node_id: bytes, identity: uuid.UUID, volumes: list[Path], closely: bool) -> _Look | None:
-    """One look, in a thread of its own: it may wait for the drive."""
-    try:
-        open_drive(drive, node_id, identity)
-        for volume in volumes:
-            with translated(f"volume {volume}"):
-                os.stat(volume)
-                if closely:
-                    _read_first(volume)
-    except ForebayError as error:
-        return None if _says_nothing(error) else _Look(DriveState.AWAY, error.message)
-    try:
-        with translated(f"drive {drive}"):
-            for volume in volumes if closely else ():
-                _flush(volume)
-            if is_device(drive):
-                return _Look(DriveState.SERVING)
-            space = os.statvfs(drive)
-            if space.f_flag & os.ST_RDONLY:
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-            if closely:
-                probe_directory(drive, _PROBE_BYTES)
-        return _Look(DriveState.SERVING, free_bytes=space.f_bavail * space.f_frsize)
-    except NoSpace:
-        return _Look(DriveState.SERVING, free_bytes=0)  # full is not failed: the allocator knows what to do
-    except ForebayError as error:
-        return None if _says_nothing(error) else _Look(DriveState.READ_ONLY, error.message)
-
-
-def _look_at_store(store: StoreVolumes, identity: uuid.UUID, volumes: list[Path], closely: bool) -> _Look | None:
-    """`_look_at` of a drive that only the target can reach: in a thread, too."""
-    try:
-        store.look(identity, volumes, closely=closely)
-    except Unavailable:
-        return None  # the supervisor's concern
-    except ForebayError as error:
-        return _Look(DriveState.AWAY, error.message)
-    return _Look(DriveState.SERVING)
-
-
-def _says_nothing(error: ForebayError) -> bool:
-    """Whether it was this process that lacked a descriptor or memory: the drive was not asked."""
-    cause = error.__cause__
-    return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-
-
-def _read_first(path: Path) -> None:
-    """Read a volume's first block from the drive and not from memory. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(handle, 0, _PROBE_BYTES, os.POSIX_FADV_DONTNEED)
-        os.pread(handle, 4096, 0)
-    finally:
-        os.close(handle)
-
-
-def _flush(path: Path) -> None:
-    """Make what was written to a volume stable. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fdatasync(handle)
-    finally:
-        os.close(handle)

@@ -40,6 +40,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
+import cbor2
 import numpy as np
 
 from forebay.appliance.namespace.cbor_map import load_map
@@ -47,7 +48,17 @@ from forebay.checksum import CHECKSUM_BYTES, CRC32C, crc32c
 from forebay.errors import DataDirNewer, MetadataCorrupt
 from forebay.ids import MAX_TILES, Extent, VolumeId, WriteId
 
-__all__ = ["FLUSHED", "PINNED", "PREFIX", "PREFIX_DTYPE", "RECORD_VERSION", "Durability", "Record", "owner_key"]
+__all__ = [
+    "FLUSHED",
+    "PINNED",
+    "PREFIX",
+    "PREFIX_DTYPE",
+    "RECORD_VERSION",
+    "Durability",
+    "Record",
+    "encode_tail",
+    "owner_key",
+]
 
 RECORD_VERSION = 1
 FLUSHED = 1
@@ -189,3 +200,9 @@ class Record:
         Raises `MetadataCorrupt`.
         """
         return load_map(self.tail, "record.tail") if self.tail else {}
+
+
+def encode_tail(describe: dict[str, Any], hints: dict[str, Any]) -> bytes:
+    """The CBOR tail of a record; empty when there is nothing to say."""
+    tail = {name: part for name, part in (("d", describe), ("h", hints)) if part}
+    return cbor2.dumps(tail, canonical=True) if tail else b""

@@ -255,7 +255,18 @@ class Space:
             self.maps[extent.volume].give(extent)
         self._scoped[self.volumes[extent.volume].namespace, scope] -= extent.length_bytes
 
-    def quarantine_left_bytes(self, volume: VolumeId) -> int:
+    def to_quarantine(self, extents: Iterable[Extent], reason: str, since_ms: int) -> list[Quarantined]:
+        """Entries for extents that nobody should get any more, as many as their volumes may lose."""
+        entries: list[Quarantined] = []
+        left_bytes: dict[VolumeId, int] = {}
+        for extent in extents:
+            left = left_bytes.setdefault(extent.volume, self._quarantine_left_bytes(extent.volume))
+            if extent.length_bytes <= left:
+                left_bytes[extent.volume] = left - extent.length_bytes
+                entries.append(Quarantined(extent, reason, since_ms))
+        return entries
+
+    def _quarantine_left_bytes(self, volume: VolumeId) -> int:
         """How much more of a volume may be kept from use; 0 for one that is gone."""
         found = self.volumes.get(volume)
         return found.regions * self.region_bytes // SHARE - self.quarantine.bytes_of(volume) if found else 0

@@ -174,16 +174,10 @@ class Verification:
         return True
 
     def _to_quarantine(self, rows: Rows, reason: str) -> list[Quarantined]:
-        """Entries for the extents of bad blocks, as long as the volume may lose them."""
-        e, index, entries = self._e, self._e.index, []
-        spare: dict[int, int] = {}
-        for row in rows.tolist():
-            extent = Extent(VolumeId(int(index.volume[row])), int(index.offset[row]), int(index.length[row]))
-            left = spare.setdefault(extent.volume, e.space.quarantine_left_bytes(extent.volume))
-            if extent.length_bytes <= left:
-                spare[extent.volume] = left - extent.length_bytes
-                entries.append(Quarantined(extent, reason, e.clock.wall_ms()))
-        return entries
+        index = self._e.index
+        places = zip(*(column[rows].tolist() for column in (index.volume, index.offset, index.length)), strict=True)
+        extents = [Extent(VolumeId(volume), offset, length) for volume, offset, length in places]
+        return self._e.space.to_quarantine(extents, reason, self._e.clock.wall_ms())
 
     def _judge(self, rows: Rows, found: Sequence[int]) -> Rows:
         """Let suspects whose checksums are as ``found`` be visible; the blocks that are not, of those still there."""

@@ -21,19 +21,18 @@ import asyncio
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
-import cbor2
 import numpy as np
 
 from forebay.appliance.dataplane.extents import slot_class_bytes
-from forebay.appliance.dataplane.interface import Barrier, Target, VolumeSpec, WriteGrant
+from forebay.appliance.dataplane.interface import Barrier, WriteGrant
 from forebay.appliance.namespace.blocks import Blocks
 from forebay.appliance.namespace.engine import Engine
-from forebay.appliance.namespace.quarantine import Quarantined
 from forebay.appliance.namespace.records import FLUSHED, Durability, Record, owner_key
 from forebay.appliance.namespace.retirement import Retirement
 from forebay.appliance.namespace.room import Room
+from forebay.appliance.namespace.seals import SharedSeal
 from forebay.appliance.namespace.sessions import PendingWrite, Session, SessionState, WriteState
 from forebay.appliance.namespace.store import Op
 from forebay.crashpoints import crash_point
@@ -58,7 +57,7 @@ from forebay.ids import BlockKey, Extent, GrantId, HostIdentity, StoredKey, Volu
 from forebay.index import RowState
 from forebay.schema import TileLayout
 
-__all__ = ["Allocation", "TileSum", "Writes", "encode_tail"]
+__all__ = ["Allocation", "TileSum", "Writes"]
 
 _log = logging.getLogger(__name__)
 _GIVE_UP_MS = 5_000
@@ -94,7 +93,7 @@ class Writes:
         self._by_digest: dict[bytes, PendingWrite] = {}
         self._next_grant = 1
         self._last_tag = 0
-        self._seals: dict[VolumeId, _SharedSeal] = {}
+        self._seals: dict[VolumeId, SharedSeal] = {}
         self._replaying = asyncio.Lock()
 
     def __len__(self) -> int:
@@ -464,7 +463,7 @@ class Writes:
                 raise Unavailable(f"volume {volume} lies on a drive that is away", field="drives")
             shared = self._seals.get(volume)
             if shared is None or shared.volume is not spec:
-                shared = self._seals[volume] = _SharedSeal(self._e.target, spec)
+                shared = self._seals[volume] = SharedSeal(self._e.target, spec)
             try:
                 if await shared.wait(_grants(writes)) is Barrier.FLUSHED:
                     flushed.add(volume)
@@ -550,13 +549,9 @@ class Writes:
     async def _keep_bad_places(self, writes: Sequence[PendingWrite]) -> None:
         """Put extents into quarantine that a drive could not write, though it can write elsewhere."""
         space = self._e.space
-        entries: list[Quarantined] = []
-        for write in writes:
-            extent = cast(Extent, write.extent)
-            if write.failed and space.is_writable(extent.volume):
-                kept = sum(e.extent.length_bytes for e in entries if e.extent.volume == extent.volume)
-                if extent.length_bytes + kept <= space.quarantine_left_bytes(extent.volume):
-                    entries.append(Quarantined(extent, "write_error", self._e.clock.wall_ms()))
+        failed = [cast(Extent, write.extent) for write in writes if write.failed]
+        bad = [extent for extent in failed if space.is_writable(extent.volume)]
+        entries = space.to_quarantine(bad, "write_error", self._e.clock.wall_ms())
         if entries:
             await self._e.store.write([space.quarantine.put(entry) for entry in entries])
             for entry in entries:
@@ -616,48 +611,3 @@ def _check_tiles(write: PendingWrite, said: dict[int, int], sums: Sequence[TileS
 
 def _grants(writes: Sequence[PendingWrite]) -> list[GrantId]:
     return [w.grant for w in writes if w.grant is not None]
-
-
-class _SharedSeal:
-    """One seal of a volume runs at a time; those who come meanwhile share the next, which starts after them."""
-
-    def __init__(self, target: Target, volume: VolumeSpec) -> None:
-        self._target = target
-        self.volume = volume
-        self._grants: list[GrantId] = []
-        self._next: asyncio.Task[Barrier] | None = None
-        self._lock = asyncio.Lock()
-        self._unanswered = False
-
-    def take_unanswered(self) -> bool:
-        """Whether the target was asked and did not answer since. It counts once."""
-        found, self._unanswered = self._unanswered, False
-        return found
-
-    async def wait(self, grants: Sequence[GrantId]) -> Barrier:
-        """Seal these with those of others; raises what the target raised, for all of them."""
-        self._grants += grants
-        if self._next is None:
-            if not self._lock.locked():
-                return await self._locked()
-            self._next = asyncio.ensure_future(self._locked())
-        return await asyncio.shield(self._next)
-
-    async def _locked(self) -> Barrier:
-        async with self._lock:
-            self._next = None  # who comes from here on needs a later one
-            grants, self._grants = self._grants, []
-            self._unanswered = True
-            try:
-                found = await self._target.seal(grants, self.volume)
-            except (NoSpace, TargetFailed):
-                self._unanswered = False
-                raise
-            self._unanswered = False
-            return found
-
-
-def encode_tail(describe: dict[str, Any], hints: dict[str, Any]) -> bytes:
-    """The CBOR tail of a record; empty when there is nothing to say."""
-    tail = {name: part for name, part in (("d", describe), ("h", hints)) if part}
-    return cbor2.dumps(tail, canonical=True) if tail else b""

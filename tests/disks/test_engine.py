@@ -14,7 +14,7 @@ import pytest
 
 from forebay.appliance.dataplane.interface import Barrier, VolumeErrors, VolumeSpec
 from forebay.appliance.dataplane.volumes import FileVolumes, claim_drive
-from forebay.appliance.namespace import checkpoint, drives
+from forebay.appliance.namespace import checkpoint, drive_looks, drives
 from forebay.appliance.namespace.meta import NodeMeta
 from forebay.appliance.namespace.node import Node
 from forebay.appliance.namespace.space import Drive, DriveState
@@ -178,7 +178,8 @@ async def test_a_full_drive_that_does_not_tell_its_room_is_asked_again_after_a_w
     rig: Rig, target: FailingTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a device of a thin pool, to which room was added."""
-    monkeypatch.setattr(drives, "is_device", lambda path: True)
+    for module in (drives, drive_looks):
+        monkeypatch.setattr(module, "is_device", lambda path: True)
     await rig.start()
     await rig.namespace()
     m = await rig.open()

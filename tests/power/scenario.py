@@ -17,8 +17,7 @@ from rocksdict import Cache, Options
 
 from forebay import crashpoints
 from forebay.appliance.namespace import rocks
-from forebay.appliance.namespace.records import Durability
-from forebay.appliance.namespace.writes import encode_tail
+from forebay.appliance.namespace.records import Durability, encode_tail
 from forebay.errors import OK
 from forebay.ids import LBA_BYTES, BlockKey
 from forebay.schema import Schema

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forebay.appliance.namespace.writes import encode_tail
+from forebay.appliance.namespace.records import encode_tail
 from forebay.errors import OK, QuotaExceeded
 from tests.sim.rig import GRID, Rig
 from tests.sim.running import on_loop

@@ -15,8 +15,8 @@ from forebay.appliance.namespace.records import (
     RECORD_VERSION,
     Durability,
     Record,
+    encode_tail,
 )
-from forebay.appliance.namespace.writes import encode_tail
 from forebay.checksum import crc32c
 from forebay.errors import DataDirNewer, MetadataCorrupt
 from forebay.ids import MAX_TILES, Extent, VolumeId, WriteId
