@@ -153,13 +153,17 @@ class _CallStream:
             elif len(self._tasks) >= _MAX_CALLS or (self._bytes and self._bytes + len(message.request) > _MAX_BYTES):
                 # Answered here, so that a client that does not read what it is told is not read from either.
                 busy = pb.CallReply(id=message.id, error=self._busy(message.method).to_json())
-                await asyncio.shield(self._keep(asyncio.create_task(self._write(busy))))
+                writing = asyncio.create_task(self._write(busy))
+                self._tasks.add(writing)
+                writing.add_done_callback(self._ended)
+                await asyncio.shield(writing)
             else:
                 self._begin(message)
 
     def _begin(self, message: pb.CallRequest) -> None:
         size = len(message.request)
-        task = self._keep(asyncio.create_task(self._answer(message)))
+        task = asyncio.create_task(self._answer(message))
+        self._tasks.add(task)
         self._bytes += size
         self._working[message.id] = task
 
@@ -167,18 +171,14 @@ class _CallStream:
             self._bytes -= size
             if self._working.get(message.id) is task:  # it was ended before it began
                 del self._working[message.id]
+            self._ended(task)
 
         task.add_done_callback(done)
 
-    def _keep(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
-        def done(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                _log.debug("an answer was not sent: %s", error)
-
-        self._tasks.add(task)
-        task.add_done_callback(done)
-        return task
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.debug("an answer was not sent: %s", error)
 
     async def _answer(self, message: pb.CallRequest) -> None:
         try:

@@ -43,6 +43,9 @@ _MAX_LEASES_PER_BLOCK = 65_000 - MAX_BATCH_KEYS
 """The count has 16 bits, and one batch may name a block as often as it has keys."""
 _DOUBT_BATCH = 64
 
+_SUSPECT = int(RowState.SUSPECT)
+"""To compare columns with: looking up a member of an enumeration takes longer than that."""
+
 Status = npt.NDArray[np.uint16]
 
 
@@ -247,13 +250,13 @@ class Blocks:
             self.admit(session)
             rows = self._fresh(index.find(digests), session)
             status = _presence(rows)
-            still = (rows >= 0) & (index.state[rows] == RowState.SUSPECT)
+            still = (rows >= 0) & (index.state[rows] == _SUSPECT)
             status[still] = Absent.code if verdict.complete else Unavailable.code
         return self._lease(session, rows, status, ttl_ms)
 
     def _doubted(self, rows: Rows) -> Rows:
         """Which of ``rows``, by position, are to be verified before they are served, and can be."""
-        suspects = np.flatnonzero(self._e.index.state.take(rows) == RowState.SUSPECT)
+        suspects: Rows = (self._e.index.state.take(rows) == _SUSPECT).nonzero()[0]
         if suspects.size:
             found = rows[suspects]
             suspects = suspects[(found >= 0) & ~self._e.away(found)]
@@ -265,7 +268,7 @@ class Blocks:
         if e.space.away.size:
             status[self._e.away(rows)] = Unavailable.code
         status[(status == OK) & (index.leases.take(rows) >= _MAX_LEASES_PER_BLOCK)] = Busy.code
-        hits = np.flatnonzero(status == OK)
+        hits = (status == OK).nonzero()[0]
         whole = hits.size == count
         mine = rows if whole else rows[hits]
         lease = LeaseId(0)
