@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ from tests.shims import building
 
 LONG = os.environ.get("FOREBAY_TEST_PROFILE") == "long"
 targets.use()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell has what it starts in the background ignore interrupts, and so would every process of a test.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Deadlines measure the machine, not the code: a busy one must not fail a property.
 settings.register_profile("default", max_examples=50, deadline=None)

@@ -26,7 +26,9 @@ def events(forebay: Shell, *argv: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in forebay("events", *argv, "--json").splitlines()]
 
 
-def test_what_happened_is_told_from_the_start(forebay: Shell, tmp_path: Path) -> None:
+def test_what_happened_is_told_from_the_start(forebay: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forebay("namespace", "create", "t/told")
+    monkeypatch.setenv("FOREBAY_NAMESPACE", "t/told")
     put(forebay, tmp_path, "e/1", "e/2")
     forebay("rm", "e/1")
     first, second, third = events(forebay, "--since", "0", "--count", "3")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -130,9 +131,10 @@ def test_without_a_node(forebay: Shell) -> None:
     forebay("top", "--url", "127.0.0.1:9", code=UNAVAILABLE)
 
 
-def read_until(handle: int, wanted: str) -> str:
-    text, deadline = "", time.monotonic() + 30
-    while wanted not in text:
+def read_until(handle: int, over: Callable[[str], bool]) -> str:
+    """What a terminal shows, which nobody can write to who is not read, until it is over."""
+    text, deadline = "", time.monotonic() + 60
+    while not over(text):
         assert time.monotonic() < deadline, text
         if select.select([handle], [], [], 0.2)[0]:
             text += os.read(handle, 65536).decode()
@@ -155,11 +157,12 @@ def test_on_a_terminal_it_follows_until_it_is_told_to_end(node: DemoNode, key: b
         start_new_session=True,
     )
     try:
-        shown = read_until(ours, "q ends")
+        shown = read_until(ours, lambda text: "q ends" in text)
         assert "default/default" in shown
-        read_until(ours, "q ends")  # another frame
+        read_until(ours, lambda text: "q ends" in text)  # another frame
         os.write(ours, key)
-        assert running.wait(30) == OK
+        read_until(ours, lambda _: running.poll() is not None)
+        assert running.returncode == OK
     finally:
         running.kill()
         running.wait()

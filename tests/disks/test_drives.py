@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -37,6 +38,10 @@ class Stock:
             if result.stored:
                 self.values[key] = value
         return Counter(result.reason for result in results)
+
+    def put_more(self, name: str, count: int) -> Counter[str]:
+        """`put` of blocks that are not there yet, so that they are written, however often it is asked for."""
+        return self.put(f"{name}-{len(self.values)}-", count)
 
     def get(self) -> Counter[str]:
         """Read all that was acknowledged; the reasons. A hit has the bytes that were stored."""
@@ -115,8 +120,10 @@ def test_a_drive_that_fails_in_everything_takes_only_its_own_blocks(
 
 
 def test_events_tell_of_a_drive(node: FaultyNode, stock: Stock, faults: Faults) -> None:
-    with node.client() as watcher:
-        events = watcher.watch(0, watcher.incarnation)
+    with node.client() as watcher, ThreadPoolExecutor(1) as listening:
+        events = watcher.watch()
+        first = listening.submit(next, events)
+        eventually(lambda: stock.put_more("heard", 1) and first.done(), "what happens from now on is heard")
         with faults.during(node.drives[1] / "*", EVERYTHING):
             eventually(lambda: drives(node)["drive1"] == "away", "the loss is noticed")
         eventually(lambda: drives(node)["drive1"] == "serving", "the drive is back")
@@ -146,15 +153,18 @@ def test_a_flush_that_fails_fails_the_commit_and_the_next_one_is_not_believed(
 
 
 def test_a_drive_that_can_only_be_read_is_read(node: FaultyNode, stock: Stock, faults: Faults) -> None:
+    kept_from_use = node.metric('forebay_drive_quarantined_bytes{drive="drive1"}')
     number = faults.set(
         node.drives[1] / "*", Operation.WRITE | Operation.CREATE | Operation.SYNC | Operation.ALLOCATE, errno.EROFS
     )
     eventually(
-        lambda: stock.put("onto-read-only", 40) and drives(node)["drive1"] == "read_only", "it takes no more writes"
+        lambda: stock.put_more("onto-read-only", 40) and drives(node)["drive1"] == "read_only",
+        "it takes no more writes",
     )
     assert faults.failed(number)
     assert stock.whole()
-    assert node.metric('forebay_drive_quarantined_bytes{drive="drive1"}') == 0, "it is the drive, not the place"
+    quarantined = node.metric('forebay_drive_quarantined_bytes{drive="drive1"}')
+    assert quarantined == kept_from_use, "it is the drive, not the place"
     body = node.degraded()
     assert body["writes"] and "only read" in body["problems"][0]["reason"]
     assert stock.put("elsewhere-again", 20) == {"ok": 20}
