@@ -30,6 +30,7 @@ from forebay.appliance.histogram import Histogram
 from forebay.appliance.namespace.node import Node
 from forebay.appliance.namespace.problems import problems_of, reads_go_on, writes_go_on
 from forebay.appliance.namespace.rocks import RocksStore
+from forebay.appliance.namespace.sessions import TRANSPORTS
 from forebay.appliance.namespace.space import DriveState
 from forebay.errors import ForebayError
 from forebay.index import BlockIndex, RowState
@@ -106,6 +107,12 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("forebay_pending_writes_bytes", "gauge", "Bytes of their extents.", ("namespace",)),
     MetricSpec("forebay_sessions_opened_total", "counter", "Sessions opened."),
     MetricSpec("forebay_sessions_expired_total", "counter", "Sessions that ended because nothing was heard of them."),
+    MetricSpec(
+        "forebay_transport_fallbacks_total",
+        "counter",
+        "Times that clients went on by another transport with a volume, by the one that had failed, as they say.",
+        ("transport",),
+    ),
     # calls
     MetricSpec(
         "forebay_calls_total",
@@ -328,6 +335,8 @@ class NodeMetrics:
         counters = self._node.engine.counters
         for name, counter in _SIMPLE.items():
             samples.set(name, counters[counter])
+        for transport in TRANSPORTS:
+            samples.set("forebay_transport_fallbacks_total", counters[f"fallbacks_{transport}"], transport)
         for cause in _CAUSES:
             samples.set("forebay_removed_blocks_total", counters[f"blocks_{cause}"], cause)
         for limit in _LIMITS:

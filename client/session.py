@@ -120,6 +120,8 @@ class Session:
         self._transports: dict[Offer, tuple[Choice, dict[int, str]]] = {}
         self._past_reconnects = 0
         self._past_fallbacks: Counter[str] = Counter()
+        self._told_fallbacks: Counter[str] = Counter()
+        """Those that the node has heard of, or is being told."""
         self._attempts = 0
         self._not_before_ms = 0
         self._view = self._open(clock.monotonic_ms() + options.connect_ms, first=True)
@@ -411,15 +413,17 @@ class Session:
 
     def _beat(self, view: SessionView, deadline_ms: int) -> bool:
         """One heartbeat: takes over where volumes are now. Opens a new session if this one is gone."""
+        fresh = self._take_fallbacks()
         try:
             _, reply = self.call(
                 self.rpc.blocks.Heartbeat,
                 lambda current, context: pb.HeartbeatRequest(
-                    context=context, host_nqn=current.host.nqn, transports=self._in_use()
+                    context=context, host_nqn=current.host.nqn, transports=self._in_use(), fallbacks=fresh
                 ),
                 deadline_ms,
                 view=view,
             )
+            fresh.clear()  # the node has heard of them
             if not self._changing.acquire(timeout=self.rpc.left_ms(deadline_ms) / 1000):
                 return False  # the session is being opened anew, for longer than this call has
             try:
@@ -441,7 +445,18 @@ class Session:
         except ForebayError as e:
             _log.info("heartbeat failed: %s", e)
             return False
+        finally:
+            with self._counting:
+                self._told_fallbacks -= fresh
         return True
+
+    def _take_fallbacks(self) -> Counter[str]:
+        """Those that the node has not heard of."""
+        now = Counter(self.fallbacks)
+        with self._counting:
+            fresh = now - self._told_fallbacks
+            self._told_fallbacks |= now
+        return fresh
 
     def _in_use(self) -> list[str]:
         """The kinds of transport that volumes are read by."""

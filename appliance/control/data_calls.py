@@ -16,7 +16,7 @@ from forebay.appliance.namespace.desired_state import Principal
 from forebay.appliance.namespace.events import BlockEvent
 from forebay.appliance.namespace.node import Node
 from forebay.appliance.namespace.records import encode_tail
-from forebay.appliance.namespace.sessions import Session
+from forebay.appliance.namespace.sessions import TRANSPORTS, Session
 from forebay.appliance.namespace.writes import Allocation, TileSum
 from forebay.errors import (
     OK,
@@ -37,7 +37,8 @@ __all__ = ["MAP_VERSION", "DataCalls"]
 
 MAP_VERSION = 1
 """Cluster map of a node that stands alone."""
-_TRANSPORTS = ("block", "rdma", "tcp")
+_MOST_FALLBACKS = 1_000
+"""Of what one heartbeat says of a transport, this counts at most."""
 _MAX_LIST = 10_000
 _DEFAULT_LIST = 1_000
 _MAX_TAIL_BYTES = 4096
@@ -189,7 +190,9 @@ class DataCalls:
     async def heartbeat(self, principal: Principal, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
         session, deadline_ms = self._session(principal, request.context, None)
         if request.host_nqn in session.hosts:
-            session.transports[request.host_nqn] = tuple(name for name in request.transports if name in _TRANSPORTS)
+            session.transports[request.host_nqn] = tuple(name for name in request.transports if name in TRANSPORTS)
+        for name in set(TRANSPORTS).intersection(request.fallbacks):
+            self._node.engine.counters[f"fallbacks_{name}"] += min(request.fallbacks[name], _MOST_FALLBACKS)
         return pb.HeartbeatReply(
             heartbeat_ms=self._node.limits.heartbeat_ms,
             map_version=MAP_VERSION,

@@ -43,7 +43,10 @@ from forebay.ids import (
 from forebay.index import BlockIndex, Digests, Rows
 from forebay.schema import Schema, TileLayout
 
-__all__ = ["Lease", "PendingWrite", "Session", "SessionState", "SessionTable", "WriteState"]
+__all__ = ["TRANSPORTS", "Lease", "PendingWrite", "Session", "SessionState", "SessionTable", "WriteState"]
+
+TRANSPORTS = ("block", "rdma", "tcp")
+"""Kinds by which hosts may say that they read (docs/transports.md)."""
 
 _RECENT_WRITES = 8192
 _NO_COLUMN = (-1, -1)

@@ -84,7 +84,11 @@ class Messages:
 
     def _fill_message(self, message: Message, field: Any, depth: int) -> None:
         inner = getattr(message, field.name)
-        if field.is_repeated:
+        if field.message_type.GetOptions().map_entry:
+            key, value = field.message_type.fields
+            for _ in range(self._source.below(3)):
+                inner[self._scalar(key)] = self._scalar(value)
+        elif field.is_repeated:
             for _ in range(self._source.below(3)):
                 self.fill(inner.add(), depth + 1)
         elif field.message_type.name == "Context" and not self._source.chance(8):

@@ -9,12 +9,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from forebay.appliance.histogram import Histogram
 from forebay.appliance.metrics import METRICS, render_markdown
+from forebay.proto import forebay_pb2 as pb
 from tests.appliance.http.conftest import NodeMaker, Served, eventually
 
 ROOT = Path(__file__).resolve().parents[3]
 SPECS = {spec.name: spec for spec in METRICS}
 BOUNDED = {"namespace", "drive", "state", "protocol", "method", "outcome", "call", "cause", "limit"} | {
     "node",
+    "transport",
     "version",
 }
 
@@ -112,6 +114,36 @@ def test_numbers_follow_what_happens(node: Served) -> None:
     assert during.value("forebay_target_process_open_fds") > 0
     removed = "forebay_removed_blocks_total"
     assert after.value(removed, cause="deleted") - before.value(removed, cause="deleted") == 1
+
+
+def test_fallbacks_are_what_clients_say(node: Served) -> None:
+    """Each is told once, by the next heartbeat that is answered; no client makes a label or a number of its own."""
+    name = "forebay_transport_fallbacks_total"
+    before = Scrape(node)
+
+    def grew() -> list[float]:
+        now = Scrape(node)
+        return [now.value(name, transport=kind) - before.value(name, transport=kind) for kind in ("block", "rdma")]
+
+    with node.connect() as client:
+        session = client._session
+        ((choice, _),) = session._transports.values()
+        choice._fallbacks["rdma"] += 2
+        until_ms = session._clock.monotonic_ms() + 30_000
+        for _ in range(2):
+            assert session._beat(session.view, until_ms)
+        choice._fallbacks["block"] += 1
+        assert session._beat(session.view, until_ms)
+        assert grew() == [1, 2]
+        assert client.stats.fallbacks == {"block": 1, "rdma": 2}
+        lies = {"carrier pigeon": 5, "block": 1 << 60}
+        session.call(
+            session.rpc.blocks.Heartbeat,
+            lambda _, context: pb.HeartbeatRequest(context=context, fallbacks=lies),
+            until_ms,
+        )
+    assert grew() == [1001, 2]
+    assert "pigeon" not in Scrape(node).text
 
 
 def test_evictions_name_what_was_short(node: Served, http: httpx.Client) -> None:
