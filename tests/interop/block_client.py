@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +24,8 @@ from forebay.clock import Clock
 from forebay.errors import TargetRefused
 from forebay.ids import HostIdentity
 from forebay.schema import Schema
+from tests.interop.asking import SHARE, ask, until
 
-SHARE = Path("/share")
 DISK = Path("/sys/block/nvme0n1")
 LONG_MS = 60_000
 WANTED = json.loads((SHARE / "blocks.json").read_text())
@@ -40,21 +40,6 @@ def outside(
 
 
 client_module.__dict__["KINDS"] = tuple(tcp_kind(outside) if kind.name == "tcp" else kind for kind in KINDS)
-
-
-def until(condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.2)
-
-
-def ask(word: str) -> None:
-    """Have the other side do something."""
-    (SHARE / "asking").touch()
-    (SHARE / "asking").rename(SHARE / f"ask.{word}")
-    until((SHARE / f"done.{word}").exists, f"{word} is done")
-    (SHARE / f"done.{word}").unlink()
 
 
 def sectors_read() -> int:

@@ -73,7 +73,8 @@ class Guest:
     """A guest that runs `share`/run.sh, which has `share` as /share; it is off when that has ended.
 
     What it listens at on each of ``forwards`` (ports of the guest) is at ``ports`` here. ``mounts`` are directories of
-    this machine by name, read-only at /mnt/NAME in the guest. A context manager, which ends it.
+    this machine by name, read-only at /mnt/NAME in the guest. ``wire`` makes its eth1 the end of one: UDP ports of this
+    machine, its own and that of the guest at the other end. A context manager, which ends it.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Guest:
         forwards: Iterable[int] = (),
         mounts: Mapping[str, Path] | None = None,
         memory_mib: int = 640,
+        wire: tuple[int, int] | None = None,
     ) -> None:
         self.share = share
         self.ports = {port: _free_port() for port in forwards}
@@ -99,6 +101,11 @@ class Guest:
             *("-device", "virtio-blk-pci,drive=d0", "-device", "virtio-rng-pci"),
             *("-netdev", ",".join(network), "-device", "virtio-net-pci,netdev=n0,romfile="),
         ]
+        if wire is not None:
+            mine, theirs = wire
+            ends = f"localaddr=127.0.0.1:{mine},udp=127.0.0.1:{theirs}"
+            card = f"virtio-net-pci,netdev=n1,mac=52:54:00:00:{mine >> 8:02x}:{mine & 255:02x},romfile="
+            arguments += ["-netdev", f"socket,id=n1,{ends}", "-device", card]
         for tag, path in {"share": share, **(mounts or {})}.items():
             arguments += ["-fsdev", f"local,id={tag},path={path},security_model=none"]
             arguments += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]

@@ -67,6 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     share = tmp_path_factory.mktemp("rdma") / "share"
     keywords = "''" if LONG else f"'{BRIEF}'"
     settings = {"NQN": NQN, "ADDRESS": ADDRESS, "PORT": 4420, "KEYWORDS": keywords}
+    settings |= {"CHECKS": "'device target suite'", "NETDEV": "eth0", "SUITE": SUITE.name}
     checks.prepare(share, "rdma.sh", settings)
     mounts = {"repo": REPOSITORY, "site": Path(found.origin).parents[1]}
     text = guest.boot(share, LIMIT_S, mounts=mounts, memory_mib=1024)
@@ -76,6 +77,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_there_is_a_target(run: Run) -> None:
+    checks.passed(run.checks, "device")
     checks.passed(run.checks, "target")
 
 
