@@ -463,6 +463,16 @@ def test_a_node_that_offers_several_transports() -> None:
             assert all(way.instead_of.values())
 
 
+@pytest.mark.parametrize(("only", "fenced"), [("auto", False), ("tcp", True)])
+def test_reads_that_a_target_may_not_see_are_not_fenced_by_it(only: str, fenced: bool) -> None:
+    """Though the node says that its target fences reads: a block device is read past it, so everything is verified."""
+    with ScriptedNode() as node:
+        node.reads_fenced = True
+        with node.connect(options=ClientOptions(deadline_ms=LONG_MS, transport=only)) as client:
+            assert client.put([b"k"], [b"value"])[0].stored
+            assert {route.reads_fenced for route in client._session.view.routes.values()} == {fenced}
+
+
 # --- a whole node -----------------------------------------------------------------------------------------------------
 
 
