@@ -36,22 +36,22 @@ def test_first_layers_of_all_requests_come_first() -> None:
 
 
 def test_a_layer_waits_for_its_own_group_and_no_other() -> None:
-    step = begin(load("a", 6), load("b", 3))
+    step = begin(load("a", 6), load("b", 3), limit_ms=600_000)  # later than this test gives up
     waited = threading.Event()
 
     def wait() -> None:
         step.wait(0)
         waited.set()
 
-    thread = threading.Thread(target=wait)
+    thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     first = [piece for piece in step.pieces if piece.layer_group == 0]
     for piece in first[:-1]:
         read(step, piece)
         assert not waited.is_set()
     read(step, first[-1])
-    thread.join(60)
-    assert waited.is_set()
+    assert waited.wait(60)
+    thread.join()
 
 
 def test_what_every_layer_group_has_was_loaded() -> None:
