@@ -67,6 +67,9 @@ async def test_bytes(tmp_path: Path, kind: str) -> None:
         await rig.target.release_region(one, REGION, REGION)
         await rig.target.prepare_region(one, REGION, REGION)
         assert await rig.target.checksums(one, ranges[1:2]) == [crc32c(bytes(LBA_BYTES), 7)]
+        assert await write(transport, 1, REGION + LBA_BYTES, PATTERN) is None
+        await rig.target.prepare_region(one, REGION, REGION)
+        assert await rig.target.checksums(one, ranges[1:2]) == [crc32c(bytes(LBA_BYTES), 7)], "no release before it"
         stats = await rig.target.io_stats()
         assert stats.write_bytes >= LBA_BYTES
         assert await rig.target.volume_errors() == {VolumeId(1): VolumeErrors(0)}
