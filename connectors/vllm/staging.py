@@ -7,7 +7,6 @@ is not saved.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 from forebay.client import Client, Describe, WritePlan
 from forebay.connectors.vllm.blocks import HeldGroup
 from forebay.connectors.vllm.counters import Counters
+from forebay.connectors.vllm.host_memory import HostMemory, Space, room
 from forebay.connectors.vllm.link import Link
 from forebay.connectors.vllm.messages import Save
 from forebay.connectors.vllm.settings import Settings
@@ -37,6 +37,7 @@ class _Staged:
 
     save: Save
     held: HeldGroup
+    space: Space
     copies: list[Any] = field(default_factory=list)
     plan: WritePlan | None = None
     reasons: list[str] = field(default_factory=list)
@@ -46,9 +47,11 @@ class _Staged:
         """What routers are told of the blocks."""
         return self.save.advice.describe(self.save.parents, self.held.group.block_tokens)
 
-    @property
-    def size_bytes(self) -> int:
-        return len(self.save) * self.held.value_bytes
+    def rows(self, number: int) -> Any:
+        """Where the copy of a layer group goes."""
+        sizes = [part.tensors.value_bytes for part in self.held.parts]
+        first = sum(room(len(self.save) * size) for size in sizes[:number])
+        return torch.from_numpy(self.space.rows(len(self.save), sizes[number], first))
 
 
 class Staging:
@@ -60,8 +63,7 @@ class Staging:
         self._counters = counters
         self._ended = ended
         self._storing = ThreadPoolExecutor(1, "forebay-save")
-        self._lock = threading.Lock()
-        self._bytes = 0
+        self._memory = HostMemory(settings.staging_bytes)
         self._step: dict[int, _Staged] = {}
         self._unplanned: dict[int, _Staged] = {}
         self.link: Link | None = None
@@ -70,8 +72,7 @@ class Staging:
     @property
     def staged_bytes(self) -> int:
         """Host memory in use."""
-        with self._lock:
-            return self._bytes
+        return self._memory.lent_bytes
 
     @property
     def waiting(self) -> bool:
@@ -85,6 +86,7 @@ class Staging:
     def close(self) -> None:
         """Finish what is being written."""
         self._storing.shutdown(wait=True)
+        self._memory.close()
 
     # --- called by the engine's thread ------------------------------------------------------------------------------
 
@@ -126,29 +128,27 @@ class Staging:
         """There is no plan for a save: nobody writes it."""
         staged = self._unplanned.pop(number, None)
         if staged is not None:
-            self._free(staged)
+            self._memory.give(staged.space)
 
     def _open(self, save: Save, groups: Sequence[HeldGroup]) -> _Staged | None:
         """Make room for a save of this step; None if there is none, or if another rank writes it."""
-        staged = _Staged(save, groups[save.rows.group], reasons=["ok"] * len(save))
-        if not staged.held.writes(save.number):
+        held = groups[save.rows.group]
+        if not held.writes(save.number):
             self._ended(save.number, False)
             return None
-        with self._lock:
-            fits = self._bytes + staged.size_bytes <= self._settings.staging_bytes
-            self._bytes += staged.size_bytes if fits else 0
-        if not fits:
+        space = self._memory.take(sum(room(len(save) * part.tensors.value_bytes) for part in held.parts))
+        if space is None:
             self._counters.add("unstored_blocks", len(save), "no_staging")
             self._ended(save.number, True)
             return None
-        self._step[save.number] = staged
+        staged = self._step[save.number] = _Staged(save, held, space, reasons=["ok"] * len(save))
         return staged
 
     def _copy(self, staged: _Staged) -> bool:
         """Take the next layer group, and have it written if it is not the last: whether that worked."""
         number, parts = len(staged.copies), staged.held.parts
         try:
-            values = torch.empty((len(staged.save), parts[number].tensors.value_bytes), dtype=torch.uint8)
+            values = staged.rows(number)
             parts[number].tensors.gather(staged.save.rows.blocks, values)
         except Exception:  # the engine must live on, and the scheduler's half must hear of the end of each save
             _log.exception("a save failed")
@@ -158,10 +158,6 @@ class Staging:
         if self._ranks == 1 and number + 1 < len(parts):
             self._storing.submit(self._store_part, staged, number)
         return True
-
-    def _free(self, staged: _Staged) -> None:
-        with self._lock:
-            self._bytes -= staged.size_bytes
 
     # --- in the thread ----------------------------------------------------------------------------------------------
 
@@ -220,7 +216,7 @@ class Staging:
         self._finish(staged, failed=True)
 
     def _finish(self, staged: _Staged, *, failed: bool) -> None:
-        self._free(staged)
+        self._memory.give(staged.space)
         self._ended(staged.save.number, failed)
 
     def _abort(self, staged: _Staged) -> None:

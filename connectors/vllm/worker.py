@@ -2,7 +2,7 @@
 
 Loads go into blocks that the engine keeps for a request that waits for them, or that the step under way computes with
 (`forebay.connectors.vllm.layers`); saves are copies (`forebay.connectors.vllm.staging`). All transfers are made by
-threads, and each has a deadline.
+threads (`forebay.connectors.vllm.loads`), and each has a deadline.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from forebay.client import Client, ClientOptions, Hints
+from forebay.client import Client, ClientOptions, GetResult, Hints
 from forebay.clock import Clock
 from forebay.connectors.vllm.blocks import HeldGroup
 from forebay.connectors.vllm.counters import Counters
+from forebay.connectors.vllm.host_memory import HostMemory, room
 from forebay.connectors.vllm.layers import Piece, StepLoads
 from forebay.connectors.vllm.link import Link
+from forebay.connectors.vllm.loads import LOADERS, PART_BYTES, Loads, PartedLoad, lost_to, part_blocks
 from forebay.connectors.vllm.messages import Load, Rows, SessionOffer, StepWork, WorkerFacts, WorkerReport
 from forebay.connectors.vllm.settings import Settings
 from forebay.connectors.vllm.staging import Staging
@@ -31,14 +34,9 @@ __all__ = ["Received", "WorkerHalf"]
 
 _log = logging.getLogger("vllm.forebay")
 
-_LOADERS = 4
 _LAYERERS = 2
 """Loads of a step are read by so many: one copies into the cache while the other reads, in the order of layers."""
-_PART_BYTES = 16 << 20
-"""A load is made in parts of about this size, each copied into the cache while others are read."""
 _IDLE_S = 0.001
-_LOST = {"absent": "evicted", "deadline_exceeded": "late"}
-"""What a block is lost to that was there when it was looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,10 @@ class WorkerHalf:
         self._groups: list[HeldGroup] = []
         self._places: dict[str, _Place] = {}
         self._told = (0, "")
-        self._loading = ThreadPoolExecutor(_LOADERS, "forebay-load")
+        self._loads = Loads(settings, counters, clock)
+        self._passing: HostMemory | None = None
+        """Where what is read is verified before it is copied into the cache: a place for each thread."""
+        self._place_bytes = 0
         self._layering = ThreadPoolExecutor(_LAYERERS, "forebay-layers")
         self._step: StepLoads | None = None
         self._happened = threading.Condition()
@@ -111,7 +112,9 @@ class WorkerHalf:
             self._cancelled.update(self._under_way)
         self._staging.close()
         self._layering.shutdown(wait=True, cancel_futures=True)
-        self._loading.shutdown(wait=True, cancel_futures=True)
+        self._loads.close()
+        if self._passing is not None:
+            self._passing.close()
         if self._link is not None:
             self._link.close()
 
@@ -129,14 +132,14 @@ class WorkerHalf:
             if not load.in_step:
                 with self._happened:
                     self._under_way[load.request] = load
-                self._loading.submit(self._load, load, began_ms)
+                self._loads.begin(self._parted(load, began_ms))
         now = [load for load in work.loads if load.in_step]
         if now:
             self._begin_step(now, began_ms)
 
     def _begin_step(self, loads: Sequence[Load], began_ms: int) -> None:
         (held,) = self._groups
-        blocks = max(1, _PART_BYTES // max(part.tensors.value_bytes for part in held.parts))
+        blocks = part_blocks(max(part.tensors.value_bytes for part in held.parts))
         until_ms = began_ms + self._settings.load_timeout_ms
         step = self._step = StepLoads(loads, len(held.parts), blocks, until_ms, self._clock)
         hints = {load.request: load.advice.hints for load in loads}
@@ -162,14 +165,16 @@ class WorkerHalf:
             for position, name in enumerate(names)
             if position in within
         }
-        if self._link is not None:
-            self._loading.submit(self._link.close)
+        if self._passing is None:  # a session after this one is of the same caches
+            self._place_bytes = room(max(PART_BYTES, *(held.value_bytes for held in self._groups)))
+            self._passing = HostMemory((LOADERS + _LAYERERS) * self._place_bytes)
         self._offer = offer
         self._link = Link(
             lambda: settings.connect(schema, self._options, session_token=offer.token),
             self._clock,
             f"forebay rank {self._rank}",
         )
+        self._loads.replace_link(self._link)
         self._staging.link = self._link
 
     def wait_for_layer(self, name: str) -> None:
@@ -243,15 +248,30 @@ class WorkerHalf:
 
     # --- in threads -------------------------------------------------------------------------------------------------
 
-    def _load(self, load: Load, began_ms: int) -> None:
-        missing = {block for rows in load.rows for block in rows.blocks}
-        try:
-            missing = self._read(load, began_ms + self._settings.load_timeout_ms)
-        except Exception:  # the engine must live on; what is not there is computed
-            _log.exception("a load failed")
-            self._counters.add("lost_blocks", len(load), "error")
-        seconds = (self._clock.monotonic_ms() - began_ms) / 1000
-        self._counters.add("load_seconds", seconds)
+    def _parted(self, load: Load, began_ms: int) -> PartedLoad:
+        parts = [part for rows in load.rows for part in self._parts(rows)]
+
+        def read(client: Client, part: Rows, left_ms: int) -> Sequence[GetResult]:
+            return self._read(client, part, load.advice.hints, left_ms)
+
+        def cancelled() -> bool:
+            with self._happened:
+                return load.request in self._cancelled
+
+        def ended(there: list[bool], seconds: float) -> None:
+            blocks = [block for part in parts for block in part.blocks]
+            self._loaded(load, {block for block, is_there in zip(blocks, there, strict=True) if not is_there}, seconds)
+
+        limit_ms = self._settings.load_timeout_ms
+        return PartedLoad(parts, read, began_ms, limit_ms, chained=True, cancelled=cancelled, ended=ended)
+
+    def _parts(self, rows: Rows) -> Iterator[Rows]:
+        step = part_blocks(self._groups[rows.group].value_bytes)
+        for start in range(0, len(rows.keys), step):
+            yield Rows(rows.group, rows.keys[start : start + step], rows.blocks[start : start + step])
+
+    def _loaded(self, load: Load, missing: set[int], seconds: float) -> None:
+        """A load has ended, and these of the engine's blocks have nothing."""
         with self._happened:
             self._report.loaded[load.request] = seconds
             del self._under_way[load.request]
@@ -263,49 +283,23 @@ class WorkerHalf:
             self._received.add(load.request)
             self._happened.notify_all()
 
-    def _read(self, load: Load, until_ms: int) -> set[int]:
-        """Read a load's blocks part by part, until one is not to be had; the engine's blocks that have nothing."""
-        link = self._link
-        assert link is not None, "a session is offered before the first load"
-        link.wait(max(0, until_ms - self._clock.monotonic_ms()))
-        parts = [part for rows in load.rows for part in self._parts(rows)]
-        for number, part in enumerate(parts):
-            rest = parts[number + 1 :]
-            client, left_ms = link.client, until_ms - self._clock.monotonic_ms()
-            with self._happened:
-                cancelled = load.request in self._cancelled
-            if client is None or left_ms <= 0 or cancelled:
-                why = "cancelled" if cancelled else "unavailable" if client is None else "late"
-                self._counters.add("lost_blocks", sum(len(each.keys) for each in parts[number:]), why)
-                return {block for each in parts[number:] for block in each.blocks}
-            missing = self._read_part(link, client, part, load.advice.hints, left_ms)
-            if missing:  # what comes after a gap is computed anyway
-                self._counters.add("lost_blocks", sum(len(each.keys) for each in rest), "behind_gap")
-                return missing | {block for each in rest for block in each.blocks}
-        return set()
-
-    def _parts(self, rows: Rows) -> Iterator[Rows]:
-        step = max(1, _PART_BYTES // self._groups[rows.group].value_bytes)
-        for start in range(0, len(rows.keys), step):
-            yield Rows(rows.group, rows.keys[start : start + step], rows.blocks[start : start + step])
-
-    def _read_part(self, link: Link, client: Client, rows: Rows, hints: Hints | None, left_ms: int) -> set[int]:
-        """Read blocks into the cache; those that could not be."""
+    def _read(self, client: Client, rows: Rows, hints: Hints | None, left_ms: int) -> Sequence[GetResult]:
+        """Read blocks into the cache."""
         held = self._groups[rows.group].whole
-        values = torch.empty((len(rows.keys), held.tensors.value_bytes), dtype=torch.uint8)
-        named = self._settings.named(client, rows.keys, rows.group)
-        buffers = list(values.numpy())
-        results = client.get_into(named, buffers, tiles=held.tiles, hints=hints, deadline_ms=left_ms)
-        link.note([result.reason for result in results])
-        hits = [row for row, result in enumerate(results) if result.hit]
-        if hits:
-            held.tensors.scatter([rows.blocks[i] for i in hits], values if len(hits) == len(results) else values[hits])
-        self._counters.add("loaded_blocks", len(hits))
-        self._counters.add("loaded_bytes", len(hits) * held.tensors.value_bytes)
-        for result in results:
-            if not result.hit:
-                self._counters.add("lost_blocks", reason=_LOST.get(result.reason, result.reason))
-        return {block for block, result in zip(rows.blocks, results, strict=True) if not result.hit}
+        with self._passed(len(rows.keys), held.tensors.value_bytes) as values:
+            results = self._loads.into(client, rows, list(values.numpy()), left_ms, tiles=held.tiles, hints=hints)
+            hits = [row for row, result in enumerate(results) if result.hit]
+            if hits:
+                blocks = [rows.blocks[row] for row in hits]
+                held.tensors.scatter(blocks, values if len(hits) == len(results) else values[hits])
+        return results
+
+    @contextmanager
+    def _passed(self, count: int, value_bytes: int) -> Iterator[Any]:
+        """Host memory for ``count`` values, until nothing reads or writes them any more, ``[count, value_bytes]``."""
+        assert self._passing is not None, "it comes with the session"
+        with self._passing.lent(self._place_bytes) as space:
+            yield torch.from_numpy(space.rows(count, value_bytes))
 
     def _read_piece(self, step: StepLoads, piece: Piece, hints: Hints | None) -> None:
         """Read some blocks of one layer group into the cache. Raises nothing."""
@@ -327,20 +321,18 @@ class WorkerHalf:
         if client is None or left_ms <= 0:
             return 0, "unavailable" if client is None else "late"
         keys, blocks = piece.rows.keys[:useful], piece.rows.blocks[:useful]
-        values = torch.empty((useful, part.tensors.value_bytes), dtype=torch.uint8)
-        named = self._settings.named(client, keys, piece.rows.group)
-        buffers = list(values.numpy())
-        results = client.get_into(named, buffers, tiles=part.tiles, hints=hints, deadline_ms=left_ms)
-        link.note([result.reason for result in results])
-        hits = next((row for row, result in enumerate(results) if not result.hit), useful)
-        whole = step.alike(piece, [result.write_id for result in results[:hits]])
-        with step.copying() as may:
-            if not may:
-                return 0, "late"
-            if whole:
-                part.tensors.scatter(blocks[:whole], values[:whole])
+        rows = Rows(piece.rows.group, keys, blocks)
+        with self._passed(useful, part.tensors.value_bytes) as values:
+            results = self._loads.into(client, rows, list(values.numpy()), left_ms, tiles=part.tiles, hints=hints)
+            hits = next((row for row, result in enumerate(results) if not result.hit), useful)
+            whole = step.alike(piece, [result.write_id for result in results[:hits]])
+            with step.copying() as may:
+                if not may:
+                    return 0, "late"
+                if whole:
+                    part.tensors.scatter(blocks[:whole], values[:whole])
         if whole == useful:
             return None, ""
         if whole < hits:
             return whole, "replaced"
-        return whole, _LOST.get(results[whole].reason, results[whole].reason)
+        return whole, lost_to(results[whole].reason)

@@ -9,8 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,9 @@ from forebay.client.transports.options import NvmeTcpOptions
 from forebay.clock import Clock
 from forebay.ids import HostIdentity
 from tests import targets
+from tests.waiting import eventually as eventually  # noqa: PLC0414  # most tests have it from here
+from tests.waiting import halted as halted  # noqa: PLC0414
+from tests.waiting import stop as stop  # noqa: PLC0414
 
 NQN = "nqn.2026-11.test:client"
 VOLUME_BYTES = 64 << 20
@@ -32,38 +34,6 @@ VOLUME_BYTES = 64 << 20
 
 def now_ms() -> int:
     return time.monotonic_ns() // 1_000_000
-
-
-def eventually(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    """Poll a condition; the deadline only ends a test that would fail."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.005)
-
-
-def stop(pid: int) -> None:
-    """SIGSTOP, and wait for it: on a busy machine some threads of a process go on for a while after it was sent."""
-    os.kill(pid, signal.SIGSTOP)
-
-    def stopped() -> bool:
-        with suppress(OSError):  # a thread has ended meanwhile
-            threads = Path(f"/proc/{pid}/task").glob("*/stat")
-            return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
-        return False
-
-    eventually(stopped, "every thread of it has stopped")
-
-
-@contextmanager
-def halted(pid: int) -> Iterator[None]:
-    """A process that does nothing meanwhile. Whoever watches it may have given it up before it can go on."""
-    stop(pid)
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
 
 
 def lasting_port() -> int:

@@ -1,7 +1,7 @@
-"""Both halves of vLLM's connector with caches but no engine: `python -m tests.connectors.halves URL TOKEN`, with torch.
+"""Both halves of vLLM's connector, with caches but no engine: `python -m tests.connectors.halves URL TARGET`.
 
-A scheduler's half and the workers' halves of some ranks take steps together, as vLLM would make them. Prints a JSON
-object of what was seen.
+It wants torch. A scheduler's half and the workers' halves of some ranks take steps together, as vLLM would make them.
+``TARGET`` is the process of the node's target, which is stopped for a while. Prints a JSON object of what was seen.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
-from forebay.client import ClientOptions
+from forebay.client import ClientOptions, registered
+from forebay.client.registered import address_of, find
 from forebay.clock import SystemClock
 from forebay.connectors.keys import STABLE_HASH, tiled
 from forebay.connectors.vllm.counters import Counters
@@ -24,6 +26,7 @@ from forebay.connectors.vllm.settings import Settings
 from forebay.connectors.vllm.worker import WorkerHalf
 from forebay.schema import Group, HashAlgorithm, Schema
 from tests.connectors.fakes import BLOCK, BLOCKS, PLAIN, Output, Request, hashes
+from tests.waiting import halted
 
 HEADS, LAYERS, CONTENT = 4, 3, 10
 ROWS = 120
@@ -41,8 +44,8 @@ def schema(layer_groups: int) -> Schema:
 class Engine:
     """Some ranks, each with its heads of a cache whose every number is random."""
 
-    def __init__(self, url: str, ranks: int, seed: int, *, layer_groups: int = 1, load: str = "async") -> None:
-        config = {"url": url, "guard": False, "probe_timeout_ms": 30_000, "load_timeout_ms": 30_000, "load": load}
+    def __init__(self, url: str, ranks: int, seed: int, *, layer_groups: int = 1, **config: Any) -> None:
+        config = {"url": url, "guard": False, "probe_timeout_ms": 30_000, "load_timeout_ms": 30_000, **config}
         settings = Settings.from_config(config)
         torch.manual_seed(seed)
         self.cache = torch.rand((LAYERS, ROWS, HEADS, BLOCK, CONTENT))
@@ -166,7 +169,67 @@ def layered(url: str) -> dict[str, Any]:
     return seen
 
 
-def main(url: str) -> None:
+def reached(url: str) -> dict[str, Any]:
+    """Whatever is read into, or written from, devices may reach: it lies in memory that is registered."""
+    calls: Counter[str] = Counter()
+    engine = Engine(url, 1, 40)
+    engine.until(lambda: engine.workers[0]._link is not None and engine.workers[0]._link.wait(0) is not None)
+    client: Any = engine.workers[0]._link.client  # type: ignore[union-attr]
+
+    def watched(name: str) -> Callable[..., Any]:
+        call = getattr(client, name)
+
+        def around(keys: Any, buffers: Any, **options: Any) -> Any:
+            found = [find(address_of(memoryview(buffer)), len(buffer)) for buffer in buffers]
+            calls[name if all(found) else f"{name} elsewhere"] += 1
+            return call(keys, buffers, **options)
+
+        return around
+
+    client.get_into, client.put = watched("get_into"), watched("put")
+    engine.save(Request("reached", hashes("reached")))
+    assert engine.load(Request("reached again", hashes("reached")), 20) == set()
+    before = [len(every) for every in registered._known]
+    engine.close()
+    return {"reached": dict(calls), "left registered": len(registered._known[0]) - before[0]}
+
+
+def late(url: str, target: int) -> dict[str, Any]:
+    """A load that is late, whose bytes the target sends afterwards: they reach nobody who has its memory next."""
+    writer, reader = Engine(url, 1, 50), Engine(url, 1, 51, load_timeout_ms=2_000)
+    writer.save(Request("late", hashes("late")))
+    assert reader.load(Request("in time", hashes("late")), 10) == set()
+    passing: Any = reader.workers[0]._passing
+    slow = Request("slow", hashes("late"))
+    tokens, before = reader.ask(slow), reader.cache[:, 20 : 20 + BLOCKS].clone()
+    with halted(target):
+        reader.scheduler.allocated(slow, [list(range(20, 20 + BLOCKS))], tokens)
+        reader.failed = set()
+        reader.until(lambda: "slow" in reader.received)
+        missing = sorted(row - 20 for row in reader.failed)
+        left = passing.lent_bytes
+        spaces = []
+        while (space := passing.take(1 << 20)) is not None:
+            space.memory[:] = 0x5A
+            spaces.append(space)
+    assert writer.load(Request("again", hashes("late")), 30) == set(), "the target has got over what it owed"
+    seen = {
+        "late": missing,
+        "late left": left,
+        "late wrote": sum(int((space.memory != 0x5A).sum()) for space in spaces),
+        "late in the cache": bool((reader.cache[:, 20 : 20 + BLOCKS] == before).all()),
+    }
+    for space in spaces:
+        passing.give(space)
+    reader.until(lambda: reader.workers[0]._link.client is not None)  # type: ignore[union-attr]
+    missing_again = reader.load(Request("at last", hashes("late")), 40)
+    seen["after all"] = not missing_again and reader.same(writer, 40, list(range(BLOCKS)))
+    for engine in (writer, reader):
+        engine.close()
+    return seen
+
+
+def main(url: str, target: str) -> None:
     engines = {ranks: Engine(url, ranks, ranks) for ranks in (1, 2, 4)}
     seen: dict[str, Any] = {}
     everything = list(range(BLOCKS))
@@ -222,7 +285,7 @@ def main(url: str) -> None:
     seen["left over"] = [len(one.scheduler._saves._saving), one.workers[0]._staging.staged_bytes]
     for engine in engines.values():
         engine.close()
-    print(json.dumps({**seen, **layered(url)}))
+    print(json.dumps({**seen, **layered(url), **reached(url), **late(url, int(target))}))
 
 
 if __name__ == "__main__":

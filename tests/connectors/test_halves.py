@@ -15,9 +15,15 @@ from tests.envs import ENVIRONMENTS
 @pytest.mark.torch
 def test_ranks_of_any_number_read_what_any_other_wrote(shared_node: NodeProcess) -> None:
     env = ENVIRONMENTS["torch"]
-    command: list[str | Path] = [env.python, "-m", "tests.connectors.halves", shared_node.url]
+    command: list[str | Path] = [
+        env.python,
+        "-m",
+        "tests.connectors.halves",
+        shared_node.url,
+        str(shared_node.target_pid),
+    ]
     variables = {**env.variables(), "FOREBAY_TOKEN": shared_node.token}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
         **{f"{wrote} to {read}": True for wrote in (1, 2, 4) for read in (1, 2, 4) if wrote != read},
@@ -34,4 +40,11 @@ def test_ranks_of_any_number_read_what_any_other_wrote(shared_node: NodeProcess)
         "parts of 2 to 1": True,
         "lost in a step": [3, 4],
         "kept in a step": True,
+        "reached": {"put": 1, "get_into": 1},
+        "left registered": -2,
+        "late": list(range(5)),
+        "late left": 0,
+        "late wrote": 0,
+        "late in the cache": True,
+        "after all": True,
     }

@@ -49,7 +49,16 @@ def cases() -> Iterator[tuple[str, Any, int, int, int]]:
             yield layout, dtype, heads, most, layer_groups
 
 
-def check(layout: str, dtype: Any, heads: int, most: int, layer_groups: int) -> int:
+def tensors_of(views: list[Any], group: Group, heads: int, *, on_host: bool) -> BlockTensors:
+    """With the copies of caches in host memory, or those of caches that are not."""
+    tensors = BlockTensors(views, group, heads)
+    assert len(tensors._arrays) == len(views)
+    if not on_host:
+        tensors._arrays.clear()
+    return tensors
+
+
+def check(layout: str, dtype: Any, heads: int, most: int, layer_groups: int, *, on_host: bool) -> int:
     layers, content = 3, 6
     item_bytes = torch.empty(0, dtype=dtype).element_size()
     plain = Group("full", tuple(range(layers)), TOKENS, heads, content * item_bytes, str(dtype), "test")
@@ -64,14 +73,14 @@ def check(layout: str, dtype: Any, heads: int, most: int, layer_groups: int) -> 
             first = rank * heads // ranks
             views = [view[:, first : first + mine] for view in whole]
             tiles = held_tiles(group, rank, ranks)
-            tensors = BlockTensors(views, group, mine)
+            tensors = tensors_of(views, group, mine, on_host=on_host)
             values = torch.empty((len(ROWS), tensors.value_bytes), dtype=torch.uint8)
             tensors.gather(ROWS, values)
             for row, block in enumerate(ROWS):
                 assert bytes(values[row].tolist()) == expected(views, group, tiles, block, first)
             others = [view[:, first : first + mine] for view in caches(layout, layers, heads, content, dtype)]
             before = [other.clone() for other in others]
-            BlockTensors(others, group, mine).scatter(ROWS, values)
+            tensors_of(others, group, mine, on_host=on_host).scatter(ROWS, values)
             for view, other, old in zip(views, others, before, strict=True):
                 for block in range(BLOCKS):
                     want = view if block in ROWS else old
@@ -114,7 +123,7 @@ def states() -> int:
 def main() -> None:
     torch.manual_seed(0)
     split = sum(smaller_blocks(heads, parts) for heads, parts in ((1, 2), (4, 3)))
-    print(sum(check(*case) for case in cases()) + split + states())
+    print(sum(check(*case, on_host=on_host) for case in cases() for on_host in (True, False)) + split + states())
 
 
 if __name__ == "__main__":

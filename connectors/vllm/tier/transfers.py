@@ -1,4 +1,7 @@
-"""Jobs between rows of vLLM's host pool and the node, carried out by threads without a copy in between."""
+"""Jobs between rows of vLLM's host pool and the node, carried out by threads without a copy in between.
+
+Loads are carried out in parts (`forebay.connectors.vllm.loads`), stores by threads of their own.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-from forebay.client import Client, Hints
+from forebay.client import Client, GetResult, Hints, register
 from forebay.clock import Clock
 from forebay.connectors.vllm.counters import Counters
 from forebay.connectors.vllm.link import Link
+from forebay.connectors.vllm.loads import Loads, PartedLoad, part_blocks
+from forebay.connectors.vllm.messages import Rows
 from forebay.connectors.vllm.settings import Settings
 from forebay.ids import MAX_BATCH_KEYS
 
@@ -20,10 +25,7 @@ __all__ = ["Job", "Outcome", "Pool", "Transfers"]
 
 _log = logging.getLogger("vllm.forebay")
 
-_LOADERS = 4
 _STORERS = 2
-_LOST = {"absent": "evicted", "deadline_exceeded": "late"}
-"""What a block is lost to that was there when it was looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +75,14 @@ class Transfers:
     """Carries out jobs. `finished` and `submit` are the scheduler's; nothing in them waits.
 
     Each job ends by its deadline, counted from when it was submitted. Until `close` has returned a thread may be in
-    the pool's memory.
+    the pool's memory, which devices are let at for as long.
     """
 
     def __init__(
         self, pool: Pool, link: Link, settings: Settings, counters: Counters, clock: Clock, *, pending_bytes: int
     ) -> None:
         self._pool: Pool | None = pool
+        self._registered = register(pool.memory)
         self.value_bytes = pool.value_bytes
         self._link = link
         self._settings = settings
@@ -91,10 +94,9 @@ class Transfers:
         self._pending = 0
         self._giving_up: frozenset[str] = frozenset()
         self._ended: list[Outcome] = []
-        self._threads = {
-            "load": ThreadPoolExecutor(_LOADERS, "forebay-load"),
-            "store": ThreadPoolExecutor(_STORERS, "forebay-store"),
-        }
+        self._loads = Loads(settings, counters, clock)
+        self._loads.link = link
+        self._storing = ThreadPoolExecutor(_STORERS, "forebay-store")
 
     def submit(self, job: Job) -> None:
         """Begin a job."""
@@ -111,7 +113,10 @@ class Transfers:
                 return
         with self._changed:
             self._under_way += 1
-        self._threads[job.kind].submit(self._run, job, now_ms)
+        if job.kind == "store":
+            self._storing.submit(self._store, job, now_ms)
+        else:
+            self._loads.begin(self._parted(job, now_ms))
 
     def spare(self, job: Job) -> None:
         """End a job without having done anything."""
@@ -143,72 +148,80 @@ class Transfers:
         """Finish what is to be stored, give up loads that have not begun, and let go of the pool's memory."""
         with self._changed:
             self._giving_up = frozenset({"load"})
-        for threads in self._threads.values():
-            threads.shutdown(wait=True)
+        self._loads.close()
+        self._storing.shutdown(wait=True)
+        self._registered.close()
         self._pool = None
 
     # --- in threads -------------------------------------------------------------------------------------------------
 
-    def _run(self, job: Job, began_ms: int) -> None:
-        load = job.kind == "load"
-        until_ms = began_ms + (self._settings.load_timeout_ms if load else self._settings.save_timeout_ms)
-        done: list[bytes] = []
-        moved: list[bytes] = []
-        left = len(job.keys)
-        try:
-            for keys, values in self._parts(job):
-                client, left_ms = self._link.client, until_ms - self._clock.monotonic_ms()
-                with self._changed:
-                    given_up = job.kind in self._giving_up
-                if client is None or left_ms <= 0 or given_up:
-                    why = "cancelled" if given_up else "unavailable" if client is None else "late"
-                    self._failed(job, [why] * left)
-                    break
-                move = self._load if load else self._store
-                there, over = move(client, keys, values, job.hints, left_ms)
-                done += there
-                moved += over
-                left -= len(keys)
-        except Exception:  # the engine must live on; what is not there is computed
-            _log.exception("a %s failed", job.kind)
-            self._failed(job, ["error"] * left)
-        seconds = (self._clock.monotonic_ms() - began_ms) / 1000
-        if load:
-            self._counters.add("load_seconds", seconds)
+    def _gives_up(self, kind: str) -> bool:
+        with self._changed:
+            return kind in self._giving_up
+
+    def _done(self, outcome: Outcome) -> None:
         with self._changed:
             self._under_way -= 1
-            self._pending -= 0 if load else len(job.keys)
-            self._ended.append(Outcome(job, tuple(done), tuple(moved), seconds))
+            self._pending -= len(outcome.job.keys) if outcome.job.kind == "store" else 0
+            self._ended.append(outcome)
             self._changed.notify_all()
 
-    def _parts(self, job: Job) -> Iterator[tuple[Sequence[bytes], list[memoryview]]]:
+    def _parts(self, job: Job, blocks: int) -> Iterator[Rows]:
+        for start in range(0, len(job.keys), blocks):
+            part = slice(start, start + blocks)
+            yield Rows(0, job.keys[part], job.rows[part])
+
+    def _values(self, part: Rows) -> list[memoryview]:
         assert self._pool is not None, "nothing is submitted any more"
-        for start in range(0, len(job.keys), MAX_BATCH_KEYS):
-            part = slice(start, start + MAX_BATCH_KEYS)
-            yield job.keys[part], self._pool.values(job.rows[part])
+        return self._pool.values(part.blocks)
 
-    def _load(
-        self, client: Client, keys: Sequence[bytes], values: list[memoryview], hints: Hints | None, left_ms: int
-    ) -> tuple[list[bytes], list[bytes]]:
-        """Read blocks into ``values``: those that are there now, twice."""
-        results = client.get_into(self._settings.named(client, keys), values, hints=hints, deadline_ms=left_ms)
-        self._link.note([result.reason for result in results])
-        hits = [key for key, result in zip(keys, results, strict=True) if result.hit]
-        self._counters.add("loaded_blocks", len(hits))
-        self._counters.add("loaded_bytes", len(hits) * self.value_bytes)
-        for result in results:
-            if not result.hit:
-                self._counters.add("lost_blocks", reason=_LOST.get(result.reason, result.reason))
-        return hits, hits
+    def _parted(self, job: Job, began_ms: int) -> PartedLoad:
+        def read(client: Client, part: Rows, left_ms: int) -> Sequence[GetResult]:
+            return self._loads.into(client, part, self._values(part), left_ms, hints=job.hints)
 
-    def _store(
-        self, client: Client, keys: Sequence[bytes], values: list[memoryview], hints: Hints | None, left_ms: int
-    ) -> tuple[list[bytes], list[bytes]]:
+        def ended(there: list[bool], seconds: float) -> None:
+            done = tuple([key for key, is_there in zip(job.keys, there, strict=True) if is_there])
+            self._done(Outcome(job, done, done, seconds))
+
+        return PartedLoad(
+            list(self._parts(job, part_blocks(self.value_bytes))),
+            read,
+            began_ms,
+            self._settings.load_timeout_ms,
+            chained=False,
+            cancelled=lambda: self._gives_up("load"),
+            ended=ended,
+        )
+
+    def _store(self, job: Job, began_ms: int) -> None:
+        until_ms = began_ms + self._settings.save_timeout_ms
+        present: list[bytes] = []
+        stored: list[bytes] = []
+        left = len(job.keys)
+        try:
+            for part in self._parts(job, MAX_BATCH_KEYS):
+                client, left_ms = self._link.client, until_ms - self._clock.monotonic_ms()
+                given_up = self._gives_up("store")
+                if client is None or left_ms <= 0 or given_up:
+                    why = "cancelled" if given_up else "unavailable" if client is None else "late"
+                    self._counters.add("unstored_blocks", left, why)
+                    break
+                there, over = self._put(client, part, job.hints, left_ms)
+                present += there
+                stored += over
+                left -= len(part.keys)
+        except Exception:  # the engine must live on; what is not stored is a miss later
+            _log.exception("a store failed")
+            self._counters.add("unstored_blocks", left, "error")
+        self._done(Outcome(job, tuple(present), tuple(stored), (self._clock.monotonic_ms() - began_ms) / 1000))
+
+    def _put(self, client: Client, part: Rows, hints: Hints | None, left_ms: int) -> tuple[list[bytes], list[bytes]]:
         """Write blocks: those that the node has now, and those of them that it did not have before."""
-        results = client.put(self._settings.named(client, keys), values, hints=hints, deadline_ms=left_ms)
+        named = self._settings.named(client, part.keys)
+        results = client.put(named, self._values(part), hints=hints, deadline_ms=left_ms)
         self._link.note([result.reason for result in results])
-        present = [key for key, result in zip(keys, results, strict=True) if result.present]
-        stored = [key for key, result in zip(keys, results, strict=True) if result.stored]
+        present = [key for key, result in zip(part.keys, results, strict=True) if result.present]
+        stored = [key for key, result in zip(part.keys, results, strict=True) if result.stored]
         self._counters.add("stored_blocks", len(stored))
         self._counters.add("stored_bytes", len(stored) * self.value_bytes)
         self._counters.add("present_blocks", len(present) - len(stored))
@@ -216,7 +229,3 @@ class Transfers:
             if not result.present:
                 self._counters.add("unstored_blocks", reason=result.reason)
         return present, stored
-
-    def _failed(self, job: Job, reasons: Sequence[str]) -> None:
-        for reason in reasons:
-            self._counters.add("lost_blocks" if job.kind == "load" else "unstored_blocks", reason=reason)
