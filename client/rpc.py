@@ -172,18 +172,25 @@ class Rpc:
         """One request, one answer; asked again when a node that is busy says so, if that is before the deadline.
 
         A ``patient`` one is asked again, too, when an attempt to connect runs out of time, as it may on a busy machine.
+        When the last try has no time left, what the one before it met is raised.
         """
         attempt = 0
+        met: ForebayError | None = None
         while True:
-            why: ForebayError
             try:
+                if met is not None:
+                    _set_deadline(request, self.left_ms(deadline_ms))
                 return self._once(method, request, deadline_ms)
             except _RanOut as e:
-                why, wait_ms = e.error, self._attempt_ms
+                met, wait_ms = e.error, self._attempt_ms
                 if not patient or self._clock.monotonic_ms() + wait_ms >= deadline_ms:
-                    raise why from None
+                    raise met from None
+            except DeadlineExceeded:
+                if met is None:
+                    raise
+                raise met from None
             except Busy as e:
-                why = e
+                met = e
                 # Longer each time, so that those who are turned away do not keep the node from its work.
                 wait_ms = min(e.retry_after_ms << min(attempt, 8), max(e.retry_after_ms, _MAX_RETRY_MS))
                 wait_ms = int(wait_ms * random.uniform(1.0, 1.5))
@@ -192,11 +199,6 @@ class Rpc:
             attempt += 1
             if self._closed.wait(wait_ms / 1000):
                 raise self._is_closed()
-            try:
-                left_ms = self.left_ms(deadline_ms)
-            except DeadlineExceeded:  # a busy machine let it wait for longer: what it was told is still why
-                raise why from None
-            _set_deadline(request, left_ms)
 
     def _once(self, method: grpc.UnaryUnaryMultiCallable[_Q, _A], request: _Q, deadline_ms: int) -> _A:
         self._check_process()

@@ -398,7 +398,7 @@ def test_a_failed_write_is_aborted_quiesced_only_when_that_is_proven(node: Scrip
     eventually(lambda: len(node.named("Abort")) == 1, "the abort")
     assert node.named("Abort")[0].quiesced
     node.peer.write = lambda link, command, data: None
-    assert {r.reason for r in client.put([b"z"], [b"1"], deadline_ms=200)} == {"deadline_exceeded"}
+    assert {r.reason for r in client.put([b"z"], [b"1"], deadline_ms=1_000)} == {"deadline_exceeded"}
     eventually(lambda: len(node.named("Abort")) == 2, "the abort")
     assert not node.named("Abort")[1].quiesced
     client.close()
