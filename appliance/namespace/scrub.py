@@ -176,14 +176,13 @@ class Scrubber:
         one.earn(self._e.clock.monotonic_ms())
         if wait_ms := one.wait_ms():
             return min(wait_ms, _IDLE_MS)
-        before = one.at
-        rows = self._next_batch(one)
+        rows, taken = self._next_batch(one)
+        gone = taken - len(rows)
         if rows.size:
             size = int(self._e.index.length[rows].sum(dtype=np.uint64))
             verdict = await self._verification.verify_rows(rows)
             if verdict.unknown:
-                one.at = before  # the target is away: the same again when it is back
-                return 4 * _IDLE_MS
+                return 4 * _IDLE_MS  # the target is away: the same again when it is back
             one.credit -= size * 1000
             one.blocks += len(rows)
             one.bytes += size
@@ -191,6 +190,8 @@ class Scrubber:
             one.unread += verdict.unread
             self._e.counters["scrubbed_blocks"] += len(rows)
             self._e.counters["scrubbed_bytes"] += size
+        one.at += taken
+        one.gone += gone
         if one.at == one.blocks_total and one.state == "running":
             self._finish(one, "done")
         return min(one.wait_ms(), _IDLE_MS)
@@ -216,11 +217,11 @@ class Scrubber:
             one.rate_bytes_per_s = min(self._limits.rate_bytes_per_s, max(1, spread))
         one.credited_ms = self._e.clock.monotonic_ms()
 
-    def _next_batch(self, one: _Pass) -> Rows:
-        """Rows whose turn it is and that still are what they were; as far as credit goes, one at least is passed."""
+    def _next_batch(self, one: _Pass) -> tuple[Rows, int]:
+        """Rows whose turn it is and that still are what they were, and how many are passed: by credit, one at least."""
         index = self._e.index
         if one.rows is None or one.writes is None:
-            return np.empty(0, np.int64)
+            return np.empty(0, np.int64), 0
         turn = slice(one.at, one.at + _BATCH_BLOCKS)
         rows = one.rows[turn].astype(np.int64)
         there = findable(index.state[rows])
@@ -228,10 +229,7 @@ class Scrubber:
         lengths = np.where(there, index.length[rows], 0).astype(np.int64)
         before = np.cumsum(lengths) - lengths
         taken = int(np.count_nonzero(before < max(1, min(one.credit // 1000, _BATCH_BYTES))))
-        one.at += taken
-        one.gone += int(np.count_nonzero(~there[:taken]))
-        batch: Rows = rows[:taken][there[:taken]]
-        return batch
+        return rows[:taken][there[:taken]], taken
 
     def _finish(self, one: _Pass, state: str) -> None:
         one.state, one.ended_ms = state, self._e.clock.monotonic_ms()

@@ -224,9 +224,11 @@ async def test_a_target_that_is_away_only_delays(rig: Rig) -> None:
     await spoil(rig, m, [b"3"])
     rig.target.fail("checksums", Unavailable("away"), times=3)
     rig.node.scrubber.start()
+    assert await rig.node.scrubber.step() and not rig.node.scrubber.report().blocks
+    await rig.node.blocks.delete(m.session, [BlockKey(b"5")])
     found = await to_the_end(rig)
-    assert (found.blocks, found.bad, found.unread) == (8, 1, 0)
-    assert removed(rig, m) == [(b"3", "bad")]
+    assert (found.blocks, found.gone, found.bad, found.unread) == (7, 1, 1, 0)
+    assert removed(rig, m) == [(b"5", "deleted"), (b"3", "bad")]
 
 
 @on_loop
