@@ -22,7 +22,10 @@ _log = logging.getLogger(__name__)
 
 _RESERVED: Final = 96
 """Descriptors that connections leave free: RocksDB's files, volumes, the target's control socket, a new target."""
-_LOOK_S: Final = 0.02
+_LOOK_S: Final = (0.02, 0.25)
+"""Shortest and longest time between two looks."""
+_FASTEST_PER_S: Final = 40_000
+"""More connections than are accepted in a second: where many descriptors are free there is time until the next look."""
 _SAY_AGAIN_S: Final = 10.0
 _BYTES_RECEIVED_AT: Final = 128
 """tcpi_bytes_received of struct tcp_info, linux/tcp.h."""
@@ -42,9 +45,11 @@ class Doorkeeper:
         self._said_s = -_SAY_AGAIN_S
 
     async def watch(self) -> None:
-        """Look every now and then, for ever."""
+        """Look before what is free at least can be used up, for ever."""
+        shortest_s, longest_s = _LOOK_S
         while True:
-            await asyncio.sleep(_LOOK_S)
+            free = self._most - _slots()
+            await asyncio.sleep(min(max(free / _FASTEST_PER_S, shortest_s), longest_s))
             if _lowest_free() >= self._most:
                 self.clear()
 
@@ -85,6 +90,15 @@ def _lowest_free() -> int:
         return 1 << 30
     os.close(fd)
     return fd
+
+
+def _slots() -> int:
+    """How many descriptors the process has room for before its table grows: it has no more than these."""
+    try:
+        with open("/proc/self/status", "rb") as status:
+            return next((int(line.split()[1]) for line in status if line.startswith(b"FDSize:")), 1 << 30)
+    except OSError:
+        return 1 << 30
 
 
 @contextmanager
