@@ -406,9 +406,13 @@ def test_several_ranks_write_by_one_plan(make: Make) -> None:
     ranks.close()
 
 
-def test_what_one_rank_cannot_write_is_given_up_for_all(make: Make) -> None:
+def test_what_one_rank_cannot_write_is_given_up_for_all(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, request = make(ranks=2), Request("r", hashes("l"))
-    ranks = Ranks(bench)
+    ranks, given_up = Ranks(bench), list[int]()
+    leader = bench.half._client()
+    assert leader is not None
+    abort = leader.abort
+    monkeypatch.setattr(leader, "abort", lambda *args, **options: given_up.append(abort(*args, **options)))
     bench.arrive(request)
     number, plan = ranks.plan(request)
     assert ranks.write(0, plan) == ["pending"] * BLOCKS
@@ -419,7 +423,8 @@ def test_what_one_rank_cannot_write_is_given_up_for_all(make: Make) -> None:
 
         assert put() == {"pending"}, "somebody is writing it"
         bench.half.heard(WorkerReport(saved={number: 2}, failed={number}), set(), set())
-        eventually(lambda: put() == {"ok"}, "the places", 60)
+        eventually(lambda: given_up == [BLOCKS], "the places, which would be free some day by themselves", 60)
+        eventually(lambda: put() == {"ok"}, "somebody else's blocks", 60)
     ranks.close()
 
 
