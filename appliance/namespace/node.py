@@ -499,7 +499,7 @@ class Node:
             for namespace in self.state.namespaces:
                 if namespace.deleting and self._drained(namespace.id) and self.drives.all_there(namespace.id):
                     await self._attempt(self._finish_delete(namespace))
-        await self._reclaim()
+        await self._attempt(self._reclaim())
         return bool(await self.verification.verify_some())
 
     def _drained(self, namespace: int) -> bool:

@@ -158,6 +158,25 @@ async def test_nothing_is_evicted_for_what_metadata_cannot_keep(rig: Rig) -> Non
 
 
 @on_loop
+async def test_suspects_are_verified_while_what_expired_cannot_be_deleted(rig: Rig) -> None:
+    store = rig.store
+    assert isinstance(store, FailingStore)
+    await rig.start()
+    await rig.namespace(durability=1, ttl_ms=1_000)
+    assert await rig.put(await rig.open(), b"k", VALUE) == OK
+    await rig.restart()
+    rig.clock.advance(2_000)
+    store.trouble = Unavailable("metadata cannot be written: the drive failed")
+    await rig.node.background()
+    index = rig.node.engine.index
+    assert index.state[: index.high].tolist() == [RowState.VISIBLE]
+    store.trouble = None
+    await rig.node.background()
+    assert index.count == 0
+    rig.check()
+
+
+@on_loop
 async def test_a_drive_that_is_lost_while_a_region_is_claimed_has_no_room(rig: Rig) -> None:
     store = rig.store
     assert isinstance(store, FailingStore)
