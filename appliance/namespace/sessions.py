@@ -164,7 +164,8 @@ class Session:
 
     def digests(self, index: BlockIndex, keys: Sequence[BlockKey]) -> Digests:
         """The index's digests of `stored_keys`; what they have in common, which is most of them, is hashed once."""
-        column, copy = _NO_COLUMN, index.hash_of(b"").copy
+        column = DEFAULT_SCOPE, 0
+        copy = index.hash_of(self._prefix(column)).copy
         out = []
         for key, group, scope in keys:
             if (scope, group) != column:
