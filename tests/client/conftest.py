@@ -30,6 +30,9 @@ from tests.waiting import stop as stop  # noqa: PLC0414
 
 NQN = "nqn.2026-11.test:client"
 VOLUME_BYTES = 64 << 20
+_WORKERS = 16
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % _WORKERS
+_given: set[int] = set()
 
 
 def now_ms() -> int:
@@ -37,11 +40,17 @@ def now_ms() -> int:
 
 
 def lasting_port() -> int:
-    """A free port that is still free after who listened on it was killed: none that the system gives to connections."""
+    """A free port that is still free after who listened on it was killed.
+
+    None that the system gives to connections, that this process has given out before, or that another one of the same
+    run gives out.
+    """
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in random.sample(range(10_000, max(first, 11_000)), 100):
+    ports = range(10_000 + _WORKER, max(first, 20_000), _WORKERS)
+    for port in random.SystemRandom().sample(ports, 100):  # whatever a test has seeded
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
+            if port not in _given and probe.connect_ex(("127.0.0.1", port)):
+                _given.add(port)
                 return port
     raise AssertionError("no free port was found")
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +23,22 @@ if TYPE_CHECKING:
 
 __all__ = ["DemoNode"]
 
-_START_S = 30.0
+_START_S = 60.0
 _STOP_S = 10.0
 _POLL_S = 0.02
 
 
-def _free_port() -> int:
+def _lasting_port() -> int:
+    """A free port that is still free when a node that was killed comes back.
+
+    None that the system gives to connections, if there are others: not least, those that look for the node meanwhile.
+    """
+    with suppress(OSError, ValueError):
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        for port in random.sample(range(10_000, first), 100):
+            with socket.socket() as probe, suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -39,7 +51,7 @@ class DemoNode:
         self.data = data
         self._log = log
         # The replicas know the node by its address, so it must come back on the same port.
-        self._listen = f"127.0.0.1:{_free_port()}"
+        self._listen = f"127.0.0.1:{_lasting_port()}"
         self._capacity_bytes = capacity_bytes
         self._daemon: subprocess.Popen[bytes] | None = None
         self._target: Process | None = None
