@@ -62,4 +62,4 @@ class Replay:
     def close(self) -> None:
         self.wire.close()
         self.process.process.terminate()
-        self.process.process.wait(10)
+        self.process.process.wait(60)
