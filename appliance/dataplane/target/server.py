@@ -13,7 +13,6 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from threading import Event, RLock, Thread
@@ -26,6 +25,7 @@ from forebay.appliance.dataplane.target.discovery import DiscoveryLog
 from forebay.appliance.dataplane.target.grants import GrantTable
 from forebay.appliance.dataplane.target.keyring import Keyring
 from forebay.appliance.dataplane.target.limits import TargetLimits
+from forebay.appliance.dataplane.target.portal import Portal
 from forebay.appliance.dataplane.target.precedence import Precedence
 from forebay.appliance.dataplane.target.proof import Proof, ProofTerms
 from forebay.appliance.dataplane.target.queue import Queue
@@ -41,7 +41,6 @@ __all__ = ["Server"]
 
 log = logging.getLogger(__name__)
 
-_BACKLOG: Final = 512
 _KEEP_ALIVE_CHECK_S: Final = 0.1
 _RESERVED_DESCRIPTORS: Final = 64
 """Of files that the process may open, what is not for connections: log, control sockets, what a library opens."""
@@ -57,73 +56,6 @@ _QUIESCE_PATIENCE_S: Final = 2.0
 
 def _error(code: int) -> OSError:
     return OSError(code, os.strerror(code))
-
-
-class _Portal:
-    """A listening socket and its thread; several subsystems may share it."""
-
-    def __init__(
-        self,
-        family: str,
-        address: str,
-        port: int,
-        accept: Callable[[socket.socket, _Portal], None],
-        refused: Callable[[str], None],
-    ) -> None:
-        kind = socket.AF_INET6 if family == "IPv6" else socket.AF_INET
-        self._sock = socket.socket(kind, socket.SOCK_STREAM)
-        try:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._sock.bind((address, port))
-            self._sock.listen(_BACKLOG)
-        except OSError:
-            self._sock.close()
-            raise
-        self.address = ListenAddress(family, address, self._sock.getsockname()[1])
-        # Given up to close a connection for which there is no other descriptor: it would wait for an answer else.
-        self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._accept = accept
-        self._refused = refused
-        self._closed = False
-        self._thread = Thread(target=self._run, name=f"portal {address}:{self.address.port}", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._closed:
-            try:
-                sock, _ = self._sock.accept()
-            except OSError as error:
-                if not self._closed:
-                    if error.errno in (errno.EMFILE, errno.ENFILE):
-                        self._turn_away()
-                    else:
-                        log.error("accept on %s port %d: %s", self.address.address, self.address.port, error)
-                    time.sleep(0.05)  # whatever it is, it will not be gone at once
-                continue
-            self._accept(sock, self)
-
-    def _turn_away(self) -> None:
-        """Close the connection that waits to be accepted: the process may open no more files."""
-        self._refused("the process may open no more files")
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            os.close(spare)
-        self._sock.settimeout(0)
-        with suppress(OSError):  # another thread was faster with the descriptor
-            self._sock.accept()[0].close()
-        self._sock.settimeout(None)
-        with suppress(OSError):
-            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-
-    def close(self) -> None:
-        """Stop listening; returns when the thread has ended."""
-        self._closed = True
-        with suppress(OSError):  # it may not be listening any more
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes accept
-        self._thread.join()
-        self._sock.close()
-        if self._spare is not None:
-            os.close(self._spare)
 
 
 class Server:
@@ -161,7 +93,7 @@ class Server:
         self._discovery_log = DiscoveryLog(self.subsystems)
         self._clock = clock or SystemClock()
         self._started_ms = self._clock.monotonic_ms()
-        self._portals: dict[ListenAddress, _Portal] = {}
+        self._portals: dict[ListenAddress, Portal] = {}
         self._next_cntlid: int = 1
         self._stopping = Event()
         self._monitor = Thread(target=self._watch_keep_alive, name="keep alive", daemon=True)
@@ -183,7 +115,7 @@ class Server:
 
     # --- queues and controllers -------------------------------------------------------------------------------------
 
-    def _accept(self, sock: socket.socket, portal: _Portal) -> None:
+    def _accept(self, sock: socket.socket, portal: Portal) -> None:
         with self.lock:
             most = self.most_connections
             refused = len(self.queues) - self._refusals >= most
@@ -570,7 +502,7 @@ class Server:
                 raise _error(errno.EEXIST)
             portal = self._portals.get(wanted)
             if portal is None:
-                portal = _Portal(family, address, port, self._accept, self._refused)
+                portal = Portal(family, address, port, self._accept, self._refused)
                 self._portals[portal.address] = portal
             subsystem.listeners.add(portal.address)
             self.discovery_changed()
