@@ -2,7 +2,8 @@
 
 The target writes what is read, and reads what is written, in the host's memory by itself: straight in memory that was
 registered (`forebay.client.register`), otherwise in staging memory of the queue, copied from there. A call returns
-only when each of its commands has completed or the device has confirmed that the queue pair is destroyed.
+only when each of its commands that reach registered memory has completed, or the device has confirmed that their queue
+pairs are destroyed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class IoQueue(ABC):
     """A connected queue. Not thread-safe, `cut` aside: it is held by one thread at a time.
 
     Every method that touches the wire raises `ConnectionLost` or `ProtocolError` when the connection is no good any
-    more; the holder then calls `close`. Once that has returned, nothing of the queue can write to memory.
+    more; the holder then calls `close`. Once that has returned, nothing of the queue can write to a caller's memory.
     """
 
     fd: int
