@@ -182,9 +182,12 @@ def test_what_is_late_is_late_and_its_buffer_safe(transport: NvmeRdmaTransport, 
     assert write(transport, b"\x55" * SIZE, SLOW).error is None
     into = bytearray(b"\xaa" * SIZE)
     registration = register(into) if registered else None
-    outcome = read(transport, into, SLOW, left_ms=200)
-    assert isinstance(outcome.error, DeadlineExceeded)
-    assert not transport.state().connections, "the queue is gone"
+
+    def gone() -> bool:
+        assert isinstance(read(transport, into, SLOW, left_ms=200).error, DeadlineExceeded)
+        return not transport.state().connections  # on a busy machine a read may be late before it is sent
+
+    eventually(gone, "the queue is gone")
     other = bytearray(SIZE)
     assert read(transport, other, SLOW).error is None, "by now the target has done what was late"
     assert other == b"\x55" * SIZE
@@ -195,9 +198,13 @@ def test_what_is_late_is_late_and_its_buffer_safe(transport: NvmeRdmaTransport, 
 
 def test_a_write_that_is_late_may_happen_and_says_so(transport: NvmeRdmaTransport) -> None:
     assert write(transport, b"a" * SIZE, SLOW).error is None
-    late = write(transport, b"b" * SIZE, SLOW, left_ms=200)
-    assert isinstance(late.error, DeadlineExceeded)
-    assert not late.quiesced
+
+    def doubtful() -> bool:
+        late = write(transport, b"b" * SIZE, SLOW, left_ms=200)
+        assert isinstance(late.error, DeadlineExceeded)
+        return not late.quiesced  # on a busy machine a write may be late before it is sent
+
+    eventually(doubtful, "a write that the target has")
 
 
 @pytest.mark.parametrize("writes", [False, True])
@@ -338,11 +345,11 @@ def test_several_queues_at_depth() -> None:
 
 def test_an_idle_association_is_kept_alive() -> None:
     """The target gives up a controller that is silent for longer than KATO."""
-    kato_ms = 600
+    kato_ms = 2_000
     one = make(connections=1, keep_alive_ms=kato_ms)
     assert write(one, b"k" * LBA_BYTES).error is None
     began_ms = now_ms()
-    eventually(lambda: now_ms() - began_ms > 4 * kato_ms, "time passes")
+    eventually(lambda: now_ms() - began_ms > 2 * kato_ms, "time passes")
     assert one.state().connected
     assert read(one, bytearray(LBA_BYTES)).error is None
     assert one.state().reconnects == 0
