@@ -46,7 +46,7 @@ class Engine:
 
     def __init__(self, url: str, ranks: int, seed: int, *, layer_groups: int = 1, **config: Any) -> None:
         config = {"url": url, "guard": False, "probe_timeout_ms": 30_000, "load_timeout_ms": 30_000, **config}
-        settings = Settings.from_config(config)
+        self.settings = settings = Settings.from_config(config)
         torch.manual_seed(seed)
         self.cache = torch.rand((LAYERS, ROWS, HEADS, BLOCK, CONTENT))
         self.counters = Counters()
@@ -276,6 +276,18 @@ def main(url: str, target: str) -> None:
     four = engines[4]
     assert four.load(Request("of both", hashes("both")), 90) == set()
     seen["whole"] = [four.same(one, 90, [block]) != four.same(two, 90, [block]) for block in everything]
+    # A step whose blocks find no memory: they are not saved, and are once they come by again.
+    crowded, memory = Request("crowded", hashes("crowded")), one.workers[0]._staging._memory
+    assert one.ask(crowded) == 0
+    lent = memory.take(one.settings.staging_bytes)
+    assert lent is not None
+    one.step(Output({crowded.request_id: crowded.num_prompt_tokens}))
+    seen["no room"] = [one.counts["unstored_blocks:no_staging"], len(one.scheduler._saves._saving)]
+    memory.give(lent)
+    again, so_far = Request("with room", hashes("crowded")), one.counts["stored_blocks"]
+    assert one.ask(again) == 0
+    one.step(Output({again.request_id: again.num_prompt_tokens}))
+    one.until(lambda: one.counts["stored_blocks"] == so_far + BLOCKS)
     # A copy that fails: the save has ended, and holds no memory.
     spoilt = Request("spoilt", hashes("spoilt"))
     assert one.ask(spoilt) == 0

@@ -33,6 +33,7 @@ def test_ranks_of_any_number_read_what_any_other_wrote(shared_node: NodeProcess)
         "ended": 1,
         "stored at once": 5,
         "whole": [True] * 5,
+        "no room": [5, 0],
         "unstored": 5,
         "left over": [0, 0],
         **{f"parts of {wrote} to {read} in a step": True for wrote in (1, 2) for read in (1, 2, 4)},
