@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.client.conftest import NodeProcess, eventually
-from tests.connectors.engine import VOCABULARY
+from tests.connectors.engine import SMALL_MODEL, VOCABULARY
 from tests.connectors.models import GEMMA, NEEDED, QWEN_NEXT
 from tests.connectors.process import BLOCKS, WHOLE, EngineProcess, prompt
 
@@ -30,18 +30,20 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of engine: how many blocks of a prompt each rank stores, and loads."""
+    """A kind of engine: how many blocks of a prompt each rank stores, and loads; how many of two ranks write each."""
 
     name: str
     arguments: dict[str, Any]
     stores: int = BLOCKS
     loads: int = BLOCKS
+    writers: int = 2
 
 
 CASES = [
     Case("plain", {}),
     Case("layers", {"extra": {"load": "layers", "layer_groups": 2}}),
     Case("windows", {"sizes": GEMMA}, stores=2 * BLOCKS, loads=BLOCKS + NEEDED),
+    Case("shared heads", {"sizes": {**SMALL_MODEL, "num_key_value_heads": 1}}, writers=1),
 ]
 
 
@@ -78,13 +80,15 @@ def test_any_split_reads_what_any_other_wrote(node: NodeProcess, tmp_path: Path,
     two = EngineProcess(node, model, tmp_path / "two.log", tensor_parallel_size=2, **case.arguments)
     try:
         assert load(case, two, ONE, 2) == of_one
-        of_two = store(two, TWO, 2, case.stores)
+        before = two.count("forebay_stored_blocks")
+        of_two = store(two, TWO, case.writers, case.stores)
+        assert two.count("forebay_stored_blocks") == before + case.writers * case.stores, "each once"
         assert load(case, one, TWO, 1) == of_two
         # Ranks write in one session: after a restart of the node they join a new one.
         node.kill()
         node.start()
         # What they computed meanwhile they store as far as they still have it, which is what a hit needs.
-        assert store(two, prompt(3), 2, case.loads) == store_again(one, prompt(3))
+        assert store(two, prompt(3), case.writers, case.loads) == store_again(one, prompt(3))
     finally:
         one.end()
         two.end()
