@@ -28,6 +28,7 @@ from tests.spdk.rig import DEADLINE_S, NODE, REGION, SIZE, TIMES, Rig, program, 
 pytestmark = [pytest.mark.spdk, pytest.mark.timeout(180)]
 
 either = pytest.mark.parametrize("kind", ["file", "aio"])
+every = pytest.mark.parametrize("kind", ["file", "aio", "uring"])
 PATTERN = b"\xaa" * LBA_BYTES
 
 
@@ -49,7 +50,7 @@ async def test_it_says_who_it_is(tmp_path: Path) -> None:
         assert (await rig.target.info()).boot_id != info.boot_id
 
 
-@either
+@every
 async def test_bytes(tmp_path: Path, kind: str) -> None:
     """What a host writes is what a checksum is of; a region is zero when it is prepared, whatever was there."""
     async with rigged(tmp_path, kind) as rig:
@@ -157,7 +158,7 @@ async def test_a_host_sees_its_volumes_alone(tmp_path: Path) -> None:
         transport.close()
 
 
-@either
+@every
 async def test_a_killed_target_comes_back_with_all_that_it_had(tmp_path: Path, kind: str) -> None:
     async with rigged(tmp_path, kind) as rig:
         volumes = await served(rig, 1, 2)
