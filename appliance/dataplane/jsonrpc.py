@@ -55,6 +55,7 @@ ERRORS: dict[int, type[ForebayError]] = {
     -errno.ENOENT: NotFound,
     -errno.ENODEV: NotFound,
     -errno.ENXIO: NotFound,
+    -errno.ENOKEY: NotFound,
     -errno.EBUSY: Busy,
     -errno.EAGAIN: Busy,
     -errno.ETIMEDOUT: Unavailable,

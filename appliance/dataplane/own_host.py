@@ -134,6 +134,7 @@ class OwnHost:
             await self._rpc.call("nvmf_subsystem_remove_ns", {"nqn": nqn, "nsid": nsid})
 
     async def leave(self) -> None:
-        """Take the node's own subsystem away."""
+        """Take the node's own subsystem away, and what the target knows of this host."""
         await self.clear()
         await self._subsystems.drop_if_empty(self._subsystems.private)
+        await self._keys.forget(self.identity.nqn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,16 @@ async def test_nobody_is_let_in_by_a_name(tmp_path: Path, kind: str) -> None:
         await rig.target.remove_host("acme", host, [one])
         after = await rig.rpc.call("keyring_get_keys")
         assert not any(host.nqn.rpartition(":")[2] in str(key["name"]) for key in after)
+
+
+async def test_a_session_that_ends_when_the_target_was_started_anew(tmp_path: Path) -> None:
+    """The target does not know its keys any more; nobody is kept from ending it by that."""
+    async with rigged(tmp_path, "file", keys=HostKeyFiles(tmp_path / "keys", NODE.hex()[:16])) as rig:
+        one = await rig.volume(1)
+        rig.replays.append(lambda: rig.target.reconcile([one], []))
+        await rig.target.add_volume(one)
+        host = replace(new_host(), secrets=HostSecrets(Secret.generate(), Secret.generate()))
+        await rig.target.add_host("acme", host, [one])
+        await rig.kill()
+        await rig.target.remove_host("acme", host, [one])
+        assert not list((tmp_path / "keys").iterdir())

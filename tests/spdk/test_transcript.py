@@ -228,6 +228,27 @@ async def test_listeners_for_rdma(tmp_path: Path) -> None:
         await target.close()
 
 
+async def test_the_node_reaches_its_stores_by_tcp(tmp_path: Path) -> None:
+    """Whichever listener is named first."""
+    nqn, volume = f"nqn.2026-11.io.forebay:{NODE}:acme", f"{STORE}/vol1"
+    listeners = [
+        {"trtype": kind, "adrfam": "IPv4", "traddr": "127.0.0.1", "trsvcid": port}
+        for kind, port in (("RDMA", "4421"), ("TCP", "4420"))
+    ]
+    answers: dict[str, Answer] = {
+        "nvmf_get_subsystems": lambda params: [
+            {"nqn": nqn, "namespaces": [{"nsid": 3, "bdev_name": "u"}], "hosts": [], "listen_addresses": listeners}
+        ],
+        "bdev_get_bdevs": lambda params: [{"name": "u", "aliases": [volume], "driver_specific": {"lvol": {}}}],
+    }
+    async with scripted(tmp_path / "s", answers):
+        drive = StoreDrive("drive0", "nvme", PCI, lvs=STORE)
+        target = SpdkTarget(JsonRpcClient(tmp_path / "s"), node=NODE, stores=[drive])
+        assert await target._spdk.served_at(volume) == (nqn, 3)
+        assert target._spdk.port == 4420
+        await target.close()
+
+
 async def test_another_target_on_the_socket(tmp_path: Path) -> None:
     """Forebay's own answers SPDK's calls, too: it is not taken for SPDK's."""
     answers: dict[str, Answer] = {

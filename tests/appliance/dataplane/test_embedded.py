@@ -582,6 +582,10 @@ async def test_secrets_of_a_host_that_could_not_be_let_in_are_kept_by_nobody(tmp
         assert [file.name.rpartition("-")[2] for file in (tmp_path / "keys").iterdir()] == ["a"]
         await rig.target.reconcile([one], [HostView("acme", let_in, (one,))])
         assert [key["name"].rpartition("-")[2] for key in await rig.rpc.call("keyring_get_keys")] == ["a"]
+        without = EmbeddedTarget(JsonRpcClient(rig.supervisor.socket), node=NODE.hex())
+        await without.reconcile([one], [])  # of a daemon that has no authentication any more
+        assert await rig.rpc.call("keyring_get_keys") == []
+        await without.close()
 
 
 async def test_another_node_makes_the_transport_at_the_same_time(

@@ -26,6 +26,14 @@ def test_only_their_owner_reads_them_and_a_next_daemon_has_none(tmp_path: Path) 
     assert not list((tmp_path / "keys").iterdir())
 
 
+def test_what_is_left_goes_without_authentication_too(tmp_path: Path) -> None:
+    HostKeyFiles.clear(tmp_path / "keys", "node")
+    for node in ("node", "other"):
+        HostKeyFiles(tmp_path / "keys", node).write(HostIdentity(NQN, "1", HostSecrets(Secret.generate())))
+    HostKeyFiles.clear(tmp_path / "keys", "node")
+    assert [file.name for file in (tmp_path / "keys").iterdir()] == ["forebay-other-1"]
+
+
 def test_whoever_reads_one_that_is_written_again_finds_it_whole(tmp_path: Path) -> None:
     keys, secret = HostKeyFiles(tmp_path / "keys", "node"), Secret.generate()
     host = HostIdentity(NQN, "1", HostSecrets(secret))
