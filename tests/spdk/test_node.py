@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,11 +180,19 @@ def test_a_target_that_somebody_else_runs(tmp_path: Path) -> None:
         assert there(nodes[1], wanted)
         nodes[0].start()
         assert there(nodes[0], wanted)
+        tgt.send_signal(signal.SIGSTOP)
+        logs = [tmp_path / name / "node.log" for name in ("a", "b")]
+        eventually(lambda: all("hangs" in log.read_text() for log in logs), "both notice that it hangs", 120)
+        tgt.send_signal(signal.SIGCONT)
+        for node in nodes:  # and leave it alone, for it is not theirs
+            eventually(lambda node=node: there(node, wanted), "it goes on as it was", 120)  # type: ignore[misc]
+        assert tgt.poll() is None
         tgt.kill()
         tgt.wait(30)
         nodes[0].process.terminate()
         assert nodes[0].process.wait(60) == 0, "that the target went first is no failure of the node"
     finally:
+        tgt.send_signal(signal.SIGCONT)
         for node in nodes:
             node.stop()
         tgt.terminate()
