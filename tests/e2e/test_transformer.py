@@ -26,7 +26,7 @@ BLOCKS = 5
 TOKENS = BLOCKS * 16 + 7  # the tail is no whole block, and is computed by everyone
 STORED, ALL = ["ok"] * BLOCKS, list(range(BLOCKS))
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]  # two processes import torch on however busy a machine
 
 
 def prompt(seed: int) -> list[int]:
