@@ -40,6 +40,6 @@ def node() -> Iterator[ScriptedNode]:
 
 def test_a_forked_client(node: ScriptedNode) -> None:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, node.url, node.token]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=50, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100, check=False)
     assert done.stdout.splitlines() == ["unavailable unavailable", "ok", "reconnects 0"]
     assert done.returncode == 0
