@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ from forebay.connectors.vllm.specs import cache_groups, held_caches
 from forebay.connectors.vllm.stats import ConnectorStats, PrometheusMetrics
 from forebay.connectors.vllm.versions import check_version
 from forebay.connectors.vllm.worker import WorkerHalf
-from forebay.errors import ConfigInvalid
+from forebay.errors import ConfigInvalid, ForebayError
 
 __all__ = ["ForebayConnector"]
 
@@ -51,11 +52,15 @@ class _Work(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class _Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What workers tell; with the first, of each rank, what it holds."""
+
     report: WorkerReport
+    facts: dict[int, WorkerFacts]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> _Report:
         assert isinstance(other, _Report)
         self.report.add(other.report)
+        self.facts |= other.facts
         return self
 
 
@@ -80,6 +85,9 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._failed_blocks: set[int] = set()  # of the step whose transfers were asked for last
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._facts: dict[int, WorkerFacts] = {}  # of ranks; to be told, or told so far
+        self._started = False
+        self._reset = False
         ranks = vllm_config.parallel_config.tensor_parallel_size
         if role is KVConnectorRole.SCHEDULER:
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
@@ -103,15 +111,39 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         assert self._worker is not None
-        self._worker.register(*held_caches(self._vllm_config, self._kv_cache_config, kv_caches))
+        caches, facts, names = held_caches(self._vllm_config, self._kv_cache_config, kv_caches)
+        self._worker.register(caches, facts, names)
+        self._facts[get_tensor_model_parallel_rank()] = facts
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         facts = None if self._worker is None else self._worker.facts
         return None if facts is None else _Facts(facts)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        if not all(isinstance(each, _Facts) for each in metadata.values()):
+            return  # those of the first of several connectors: what our workers hold comes with their first report
+        self._started = True
+        self._start({each.facts for each in metadata.values()})
+
+    def _learn(self, facts: dict[int, WorkerFacts]) -> None:
+        """Workers have told what they hold: once all have, start beside the engine, which is running by now."""
+        self._facts |= facts
+        if self._started or len(self._facts) < self._vllm_config.parallel_config.tensor_parallel_size:
+            return
+
+        def start() -> None:
+            try:
+                self._start(set(self._facts.values()))
+            except ForebayError as e:
+                _log.error("%s; the engine goes on without storage", e)
+            except Exception:  # the engine must live on
+                _log.exception("the engine goes on without storage")
+
+        self._started = True
+        threading.Thread(target=start, name="forebay-start", daemon=True).start()
+
+    def _start(self, facts: set[WorkerFacts]) -> None:
         assert self._scheduler is not None
-        facts = {each.facts for each in metadata.values()}
         if len(facts) != 1:
             raise ConfigInvalid(f"the ranks hold different things: {facts}", field="tensor_parallel_size")
         if self._settings.mode == "off" and not self._settings.mode_file:
@@ -152,6 +184,8 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         meta = connector_output.kv_connector_worker_meta
         report = meta.report if isinstance(meta, _Report) else WorkerReport()
+        if isinstance(meta, _Report) and meta.facts:
+            self._learn(meta.facts)
         received = set(connector_output.finished_recving or ())
         failed = connector_output.failed_recving
         self._forget(self._scheduler.heard(report, received, connector_output.invalid_block_ids, failed))
@@ -178,6 +212,12 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def reset_cache(self) -> bool:
         """Nothing is kept here, and what is stored belongs to all replicas: weights that change have a generation."""
+        if not self._reset:
+            self._reset = True
+            _log.warning(
+                "vLLM has reset its caches; what is stored at the node stays, and goes on being used: if the weights "
+                "have changed, have mode_file say off, and start this engine anew with another generation"
+            )
         return True
 
     # --- the worker's side ------------------------------------------------------------------------------------------
@@ -224,8 +264,8 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @shielded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         assert self._worker is not None
-        report = self._worker.report()
-        return None if report.empty else _Report(report)
+        report, facts, self._facts = self._worker.report(), self._facts, {}
+        return None if report.empty and not facts else _Report(report, facts)
 
     # --- both -------------------------------------------------------------------------------------------------------
 

@@ -172,6 +172,35 @@ class Engine:
         """Drop the engine's own prefix cache."""
         return {"dropped": self.llm.reset_prefix_cache()}
 
+    def reset(self) -> dict[str, Any]:
+        """Have everything dropped that vLLM has dropped when weights are updated."""
+        return {"dropped": self.llm.reset_prefix_cache(reset_connector=True)}
+
+    def manners(self, policy: str) -> dict[str, Any]:
+        """What another connector of this engine's configuration warns of at its start, and whether it asks for more.
+
+        ``policy`` is what vLLM is to do with requests whose load fails.
+        """
+        import logging
+
+        from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+
+        from forebay.connectors.vllm import ForebayConnector
+
+        config = copy.copy(self.llm.llm_engine.vllm_config)
+        config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+        config.kv_transfer_config.kv_load_failure_policy = policy
+        said: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        log = logging.getLogger("vllm.forebay")
+        log.addHandler(handler)
+        kv_cache = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+        connector = ForebayConnector(config, KVConnectorRole.SCHEDULER, kv_cache)
+        log.removeHandler(handler)
+        connector.shutdown()
+        return {"warned": said, "delivery": connector.requires_kv_delivery}
+
     def connected(self) -> dict[str, Any]:
         """Whether both halves have reached the node: the worker's is told with the first step."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -228,6 +257,31 @@ class Engine:
         client.delete(keys)
         results = client.put(keys, [b"\x11\x3e" * (block.length_bytes // 2) for block in listed])
         return {"stored": sum(result.stored for result in results)}
+
+    def written_early(self, prompt: list[int]) -> dict[str, Any]:
+        """Which tiles of a prompt's blocks are written before the step that computes them has ended."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker, client = get_kv_transfer_group()._worker, self._client()
+        put, end = client.put_tiles, worker.end
+        early: list[list[int]] = []
+        ended: list[bool] = []
+
+        def put_tiles(plan: Any, tiles: Any, *args: Any, **options: Any) -> Any:
+            if not ended:
+                early.append(list(tiles))
+            return put(plan, tiles, *args, **options)
+
+        def ending(work: Any) -> None:
+            if work.saves:
+                worker._staging.settle()  # what is to be written by now has been
+                ended.append(True)
+            end(work)
+
+        client.put_tiles, worker.end = put_tiles, ending
+        self.generate([prompt], max_tokens=1)
+        del client.put_tiles, worker.end
+        return {"tiles": early}
 
     def layers_refused(self) -> dict[str, Any]:
         """What the connector says to this engine when it is to load layer by layer; empty if nothing."""

@@ -37,11 +37,11 @@ class LyingNode(NodeProcess):
 
     program = (sys.executable, "-m", "tests.connectors.liar")
 
-    def __init__(self, data: Path) -> None:
+    def __init__(self, data: Path, **environment: str) -> None:
         self._file = data.parent / "lie"
         self.lie("")
         paths = [_ROOT, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        super().__init__(data, **{_VARIABLE: str(self._file), "PYTHONPATH": os.pathsep.join(paths)})
+        super().__init__(data, **{_VARIABLE: str(self._file), "PYTHONPATH": os.pathsep.join(paths), **environment})
 
     def lie(self, word: str) -> None:
         """From now on; "" for the truth."""

@@ -93,6 +93,7 @@ SCENARIOS: Mapping[str, tuple[str, ...]] = {
         "test_layers_engine.py::test_a_step_computes_with_what_it_loads",
         "test_layers_engine.py::test_a_target_that_stops_in_the_middle_ends_the_step_in_time",
     ),
+    "beside another connector in a MultiConnector": ("test_multi.py::test_beside_another_connector",),
     "what changes the KV is another keyspace": (
         "test_identity.py::test_what_is_done_to_the_weights_is_part_of_the_identity",
     ),

@@ -27,7 +27,8 @@ class ConnectorScene(Scene):
         prompt(seed) for seed in range(10)
     )
     HURT = STOPPED, KILLED, GONE, DROPPED, CORRUPTED, WRONG, SLOW = tuple(prompt(seed) for seed in range(13, 20))
-    PROMPTS = STORED + HURT
+    SPLIT = prompt(21)
+    PROMPTS = (*STORED, *HURT, SPLIT)
     LONG = tuple(prompt(seed) for seed in range(10, 13))
     TUNED = prompt(20)
     node: LyingNode
@@ -42,7 +43,7 @@ class ConnectorScene(Scene):
         }
         super().__init__(
             directory,
-            LyingNode(directory / "data"),
+            LyingNode(directory / "data", FOREBAY_SESSIONS_LEASE_TTL="5m"),  # what is given back ends before that
             {"extra": instant, **LORA},
             {"extra": settings, **SMALL, **LORA},
         )
@@ -127,6 +128,48 @@ def test_a_request_bounds_what_is_loaded_for_it(scene: ConnectorScene) -> None:
     assert scene.again(scene.SHARED, extra={"max_load_tokens": 0}) == 0
 
 
+def test_what_several_requests_begin_with_is_loaded_once(scene: ConnectorScene) -> None:
+    scene.engine.ask("forget")
+    loaded, hits = scene.count("loaded_blocks"), scene.engine.count("external_prefix_cache_hits")
+    answer = scene.engine.generate(*[scene.SHARED] * 3)
+    assert answer["tokens"] == [scene.answer(scene.SHARED)] * 3 and answer["cached"] == [WHOLE] * 3
+    assert scene.count("loaded_blocks") == loaded + BLOCKS
+    assert scene.engine.count("external_prefix_cache_hits") == hits + WHOLE
+
+
+def test_two_ranks_and_one_read_what_the_other_wrote(scene: ConnectorScene, tmp_path: Path) -> None:
+    extra = {"probe_timeout_ms": 30_000, "load_timeout_ms": 30_000}
+    model, log = scene.directory / "model", tmp_path / "two.log"
+    two = EngineProcess(scene.node, model, log, extra=extra, tensor_parallel_size=2, max_model_len=512)
+    try:
+        answer = two.generate(scene.SHARED)
+        assert answer["tokens"] == [scene.answer(scene.SHARED)] and answer["cached"] == [WHOLE]
+        assert two.count("forebay_loaded_blocks") == 2 * BLOCKS, "each rank its tiles"
+
+        def stored() -> bool:
+            assert two.generate(scene.SPLIT)["tokens"] == [scene.answer(scene.SPLIT)]  # stored once both have joined
+            return two.count("forebay_stored_blocks") >= 2 * BLOCKS
+
+        eventually(stored, "all tiles", 60)
+        two.end()
+    finally:
+        two.kill()
+    assert scene.again(scene.SPLIT) == WHOLE
+
+
+def test_a_reset_is_the_engines_and_leaves_what_is_stored(scene: ConnectorScene) -> None:
+    for _ in range(2):
+        assert scene.engine.ask("reset") == {"dropped": True}
+        assert scene.again(scene.SHARED) == WHOLE
+    assert scene.log.read_text().count("vLLM has reset its caches") == 1, "which may have been for other weights"
+
+
+def test_it_asks_for_no_delivery_and_warns_where_a_failed_load_would_end_a_request(scene: ConnectorScene) -> None:
+    said = scene.engine.ask("manners", policy="fail")
+    assert len(said["warned"]) == 1 and "set it to 'recompute'" in said["warned"][0]
+    assert scene.engine.ask("manners", policy="recompute") == {"warned": [], "delivery": False}
+
+
 def test_what_comes_slower_than_it_is_computed_is_computed(scene: ConnectorScene) -> None:
     """The first engine was told that it computes in no time."""
     scene.computes_what_comes_slower()
@@ -161,8 +204,15 @@ def test_a_salt_keeps_blocks_apart(scene: ConnectorScene) -> None:
     scene.keeps_salts_apart(scene.SALTED)
 
 
+def gives_back(scene: ConnectorScene) -> None:
+    """Once loads have ended, in whatever way, no session holds a lease; by themselves they would end later."""
+    with scene.node.admin() as admin:
+        eventually(lambda: not any(session.leases for session in admin.list_sessions()), "leases given back", 60)
+
+
 def test_requests_that_are_preempted_answer_the_same(scene: ConnectorScene) -> None:
     scene.answers_the_same_when_preempted()
+    gives_back(scene)
 
 
 def test_a_block_that_rotted_is_computed_and_stored_again(scene: ConnectorScene) -> None:
@@ -191,6 +241,7 @@ def test_a_request_that_is_given_up_during_its_load_leaves_nothing(scene: Connec
     with halted(scene.node.target_pid):
         for status in ("WAITING", "WAITING_FOR_REMOTE_KVS"):
             assert scene.engine.ask("abort", prompt=scene.GIVEN_UP, status=status) == {"status": [status]}
+    gives_back(scene)
     eventually(lambda: scene.again(scene.GIVEN_UP) == WHOLE, "the target", 60)
 
 

@@ -86,6 +86,12 @@ def test_several_requests_load_in_one_step(scene: Scene) -> None:
     assert answer["tokens"] == scene.answers and answer["cached"] == [WHOLE] * len(scene.PROMPTS)
 
 
+def test_what_first_layers_made_is_stored_while_later_ones_compute(scene: Scene) -> None:
+    """All but the last layer group, each of its own tiles: a rank has two head groups."""
+    early = scene.engine.ask("written_early", prompt=prompt(51))["tiles"]
+    assert early == [[group, LAYERS + group] for group in range(LAYERS - 1)]
+
+
 def test_a_layer_group_that_rotted_is_computed_again_and_nothing_wrong_is_stored(scene: Scene) -> None:
     """The last layer group of the third block: the step has been computed with those before it."""
     scene.rot(1, block=2, layer_group=LAYERS - 1)

@@ -1,6 +1,6 @@
 """Forebay as a secondary tier of vLLM's `TieringOffloadingSpec`: of type ``forebay``, or `ForebayTier` of this module.
 
-`register` is the entry point of the group ``vllm.general_plugins`` that makes the short name known.
+`register` makes the short name known; `forebay.connectors.vllm.register`, an entry point, calls it.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class TierEngine(Engine):
     def forget(self) -> dict[str, Any]:
         """Drop the engine's own prefix cache and the host pool."""
         self.settle()
-        return {"dropped": self.llm.reset_prefix_cache(reset_connector=True)}
+        return self.reset()
 
     def _client(self) -> Any:
         return self._tier._link.client
