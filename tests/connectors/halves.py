@@ -19,6 +19,7 @@ from forebay.client import ClientOptions, registered
 from forebay.client.registered import address_of, find
 from forebay.clock import SystemClock
 from forebay.connectors.keys import STABLE_HASH, tiled
+from forebay.connectors.vllm import loads
 from forebay.connectors.vllm.counters import Counters
 from forebay.connectors.vllm.messages import GroupFacts, WorkerFacts, WorkerReport
 from forebay.connectors.vllm.scheduler import SchedulerHalf
@@ -178,6 +179,28 @@ def layered(url: str) -> dict[str, Any]:
     return seen
 
 
+def in_parts(url: str) -> dict[str, Any]:
+    """Loads of several parts, two of which are under way at once: exact, and lost from the first gap on."""
+    whole, loads.PART_BYTES = loads.PART_BYTES, 2 * LAYERS * HEADS * BLOCK * CONTENT * 4
+    writer, reader = Engine(url, 1, 60), Engine(url, 1, 61)
+    writer.save(Request("in parts", hashes("in parts")))
+    missing = reader.load(Request("all parts", hashes("in parts")), 10)
+    seen: dict[str, Any] = {"parts": not missing and reader.same(writer, 10, list(range(BLOCKS)))}
+    gone = Request("a part gone", hashes("in parts"))
+    tokens = reader.ask(gone)
+    writer.workers[0]._link.client.delete([hashes("in parts")[3]])  # type: ignore[union-attr]
+    reader.scheduler.allocated(gone, [list(range(20, 20 + BLOCKS))], tokens)
+    reader.failed = set()
+    reader.until(lambda: "a part gone" in reader.received)
+    seen["lost of parts"] = sorted(row - 20 for row in reader.failed)
+    seen["kept of parts"] = reader.same(writer, 20, [0, 1, 2])
+    seen["counted of parts"] = [reader.counts.get(f"lost_blocks:{why}") for why in ("evicted", "behind_gap")]
+    for engine in (writer, reader):
+        engine.close()
+    loads.PART_BYTES = whole
+    return seen
+
+
 def reached(url: str) -> dict[str, Any]:
     """Whatever is read into, or written from, devices may reach: it lies in memory that is registered."""
     calls: Counter[str] = Counter()
@@ -305,7 +328,7 @@ def main(url: str, target: str) -> None:
     seen["left over"] = [len(one.scheduler._saves._saving), one.workers[0]._staging.staged_bytes]
     for engine in engines.values():
         engine.close()
-    print(json.dumps({**seen, **layered(url), **reached(url), **late(url, int(target))}))
+    print(json.dumps({**seen, **layered(url), **in_parts(url), **reached(url), **late(url, int(target))}))
 
 
 if __name__ == "__main__":
