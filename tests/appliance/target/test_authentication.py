@@ -277,10 +277,23 @@ def test_who_proves_nothing_keeps_no_queue_id(node: Node) -> None:
             authenticate(impostor)
             impostor.gone()  # a proof does not help it any more: the id is another's
             assert queue.read(0, 1)[1] == b"b" * 4096
-        with RawHost(node.port).initialize() as late:
-            assert late.connect(NQN, qid=2, cntlid=cntlid).status == 0
+
+
+def test_who_proves_nothing_ends_with_the_controller(tmp_path: Path) -> None:
+    directory = tmp_path / "node"
+    directory.mkdir()
+    node = Node(directory, "--proof-timeout-s", "600")
+    try:
+        with RawHost(node.port).initialize() as admin, RawHost(node.port).initialize() as queue:
+            cntlid = admin.connect(NQN).result & 0xFFFF
+            authenticate(admin)
+            admin.enable()
+            assert queue.connect(NQN, qid=1, cntlid=cntlid).status == 0
             admin.sock.close()
-            late.gone()
+            queue.gone()
+    finally:
+        node.process.process.terminate()
+        node.process.process.wait(10)
 
 
 def authenticate(host: RawHost, secrets: HostSecrets = BOTH) -> None:
