@@ -66,10 +66,8 @@ class StepLoads:
         for layer_group in range(layer_groups):
             for load in loads:
                 (rows,) = load.rows
-                for first in range(0, len(rows.keys), part):
-                    some = slice(first, first + part)
-                    of = Rows(rows.group, rows.keys[some], rows.blocks[some])
-                    self.pieces.append(Piece(load.request, layer_group, first, of))
+                for number, some in enumerate(rows.cut(part)):
+                    self.pieces.append(Piece(load.request, layer_group, number * part, some))
         for piece in self.pieces:
             self._loads[piece.request].left.add(piece)
 

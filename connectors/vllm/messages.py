@@ -62,6 +62,11 @@ class Rows:
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
 
+    def cut(self, blocks: int) -> list[Rows]:
+        """The same in parts of so many blocks at most, in order."""
+        starts = range(0, len(self.keys), blocks)
+        return [Rows(self.group, self.keys[i : i + blocks], self.blocks[i : i + blocks]) for i in starts]
+
 
 @dataclass(frozen=True, slots=True)
 class Load:

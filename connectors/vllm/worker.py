@@ -249,7 +249,7 @@ class WorkerHalf:
     # --- in threads -------------------------------------------------------------------------------------------------
 
     def _parted(self, load: Load, began_ms: int) -> PartedLoad:
-        parts = [part for rows in load.rows for part in self._parts(rows)]
+        parts = [part for rows in load.rows for part in rows.cut(part_blocks(self._groups[rows.group].value_bytes))]
 
         def read(client: Client, part: Rows, left_ms: int) -> Sequence[GetResult]:
             return self._read(client, part, load.advice.hints, left_ms)
@@ -264,11 +264,6 @@ class WorkerHalf:
 
         limit_ms = self._settings.load_timeout_ms
         return PartedLoad(parts, read, began_ms, limit_ms, chained=True, cancelled=cancelled, ended=ended)
-
-    def _parts(self, rows: Rows) -> Iterator[Rows]:
-        step = part_blocks(self._groups[rows.group].value_bytes)
-        for start in range(0, len(rows.keys), step):
-            yield Rows(rows.group, rows.keys[start : start + step], rows.blocks[start : start + step])
 
     def _loaded(self, load: Load, missing: set[int], seconds: float) -> None:
         """A load has ended, and these of the engine's blocks have nothing."""

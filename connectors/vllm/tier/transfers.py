@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -166,11 +166,6 @@ class Transfers:
             self._ended.append(outcome)
             self._changed.notify_all()
 
-    def _parts(self, job: Job, blocks: int) -> Iterator[Rows]:
-        for start in range(0, len(job.keys), blocks):
-            part = slice(start, start + blocks)
-            yield Rows(0, job.keys[part], job.rows[part])
-
     def _values(self, part: Rows) -> list[memoryview]:
         assert self._pool is not None, "nothing is submitted any more"
         return self._pool.values(part.blocks)
@@ -184,7 +179,7 @@ class Transfers:
             self._done(Outcome(job, done, done, seconds))
 
         return PartedLoad(
-            list(self._parts(job, part_blocks(self.value_bytes))),
+            Rows(0, job.keys, job.rows).cut(part_blocks(self.value_bytes)),
             read,
             began_ms,
             self._settings.load_timeout_ms,
@@ -199,7 +194,7 @@ class Transfers:
         stored: list[bytes] = []
         left = len(job.keys)
         try:
-            for part in self._parts(job, MAX_BATCH_KEYS):
+            for part in Rows(0, job.keys, job.rows).cut(MAX_BATCH_KEYS):
                 client, left_ms = self._link.client, until_ms - self._clock.monotonic_ms()
                 given_up = self._gives_up("store")
                 if client is None or left_ms <= 0 or given_up:
