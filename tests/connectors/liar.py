@@ -41,7 +41,8 @@ class LyingNode(NodeProcess):
         self._file = data.parent / "lie"
         self.lie("")
         paths = [_ROOT, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        super().__init__(data, **{_VARIABLE: str(self._file), "PYTHONPATH": os.pathsep.join(paths), **environment})
+        own = {"FOREBAY_TARGET_KIND": "embedded", "PYTHONPATH": os.pathsep.join(paths)}  # whatever other nodes have
+        super().__init__(data, **{_VARIABLE: str(self._file), **own, **environment})
 
     def lie(self, word: str) -> None:
         """From now on; "" for the truth."""
