@@ -469,7 +469,7 @@ class _Daemon:
             "incarnation": node.meta.incarnation,
             "target": {"socket": str(supervisor.socket), "pid": supervisor.pid},
         }
-        tenants = sorted({n.tenant for n in node.state.namespaces})
+        tenants = sorted({spec.tenant for spec in node.engine.space.specs.values()})  # of volumes that are served
         lines = [f"control      forebay://{served['grpc']}"]
         if tenants:
             endpoint = await node.engine.target.endpoint(tenants[0])

@@ -125,7 +125,7 @@ class DriveView:
     """A drive; ``free_bytes`` are in free regions. ``io``: how the target moves its bytes, empty where unknown.
 
     ``quarantined_bytes`` are not used any more, since the drive did not give back what was written there. ``state`` is
-    ``serving``, ``read_only`` or ``away``, and ``reason`` says why it is not the first.
+    ``serving``, ``read_only`` or ``away``, and ``reason`` says why it is not the first, or what on it is not served.
     """
 
     name: str
@@ -426,7 +426,7 @@ class Administration:
                     ", ".join(sorted(io.get(d.name, ()))),
                     space.quarantined_bytes(d.name),
                     d.state.value,
-                    d.reason,
+                    d.reason or space.lost_on(d.name),
                 )
                 for d in space.drives.values()
             ),

@@ -9,10 +9,11 @@ All calls are idempotent: `attach` replays desired state against a target that m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from forebay.errors import ForebayError, TargetFailed
 from forebay.ids import Extent, GrantId, HostIdentity, VolumeId
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "TargetInfo",
     "VolumeErrors",
     "VolumeSpec",
+    "VolumesFailed",
     "WriteGrant",
 ]
 
@@ -133,6 +135,15 @@ class VolumeErrors:
     no_space: int = 0
 
 
+class VolumesFailed(TargetFailed):
+    """Volumes that a target cannot open, by what is wrong with each; everything else that was asked for was done."""
+
+    def __init__(self, failed: Mapping[VolumeId, ForebayError]) -> None:
+        text = "; ".join(f"volume {volume}: {error.message}" for volume, error in failed.items())
+        super().__init__(f"the target cannot open {text}", field="volumes")
+        self.failed = dict(failed)
+
+
 class Target(ABC):
     """One running target process."""
 
@@ -174,6 +185,7 @@ class Target(ABC):
 
         Compares what it reports with what it should have and replays the difference: what is missing is added, what
         is there and not wanted is taken away. The differences found, a line each, empty when there were none.
+        Raises `VolumesFailed` when all of that was done but for volumes that cannot be opened.
         """
 
     @abstractmethod

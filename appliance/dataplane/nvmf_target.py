@@ -17,7 +17,7 @@ from uuid import UUID
 from weakref import WeakValueDictionary
 
 from forebay.appliance.dataplane.host_keys import HostKeys
-from forebay.appliance.dataplane.interface import EndpointInfo, HostView, Target, VolumeSpec
+from forebay.appliance.dataplane.interface import EndpointInfo, HostView, Target, VolumesFailed, VolumeSpec
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.subsystems import Subsystems, hosts_of, namespace_of
 from forebay.appliance.shared_lock import SharedLock
@@ -111,8 +111,12 @@ class NvmfTarget(Target):
             await self._add_volume(spec)
 
     async def _add_volume(self, spec: VolumeSpec) -> None:
-        nqn, bdev = self.subsystem_nqn(spec.tenant), self._bdev_name(spec)
         await self._add_bdev(spec)
+        await self._add_namespace(spec)
+
+    async def _add_namespace(self, spec: VolumeSpec) -> None:
+        """Have an open volume in its tenant's subsystem."""
+        nqn, bdev = self.subsystem_nqn(spec.tenant), self._bdev_name(spec)
         subsystem = await self._subsystems.ensure(nqn)
         namespace = namespace_of(subsystem, spec.nsid)
         if namespace is None:
@@ -277,7 +281,7 @@ class NvmfTarget(Target):
     # --- all of it ----------------------------------------------------------------------------------------------------
 
     async def reconcile(self, volumes: Sequence[VolumeSpec], hosts: Sequence[HostView]) -> list[str]:
-        """See `Target.reconcile`. A volume that cannot be served keeps no other from being: its error comes last."""
+        """See `Target.reconcile`. A volume that cannot be served keeps no other from being: errors come last."""
         # One look at everything, then calls for the differences alone: thousands of hosts cost what few do.
         wanted = {(self.subsystem_nqn(spec.tenant), spec.nsid): spec for spec in volumes}
         views = {(self.subsystem_nqn(view.tenant), view.host.nqn): view for view in hosts}
@@ -303,7 +307,8 @@ class NvmfTarget(Target):
             for name in sorted(name for name in bdevs.keys() - kept - others if not bdevs[name].stays):
                 found.append(f"{bdevs[name].path} is open and is not served")
                 await self._delete_bdev(name)
-            failed: dict[VolumeId, ForebayError] = {}
+            failed: dict[VolumeId, ForebayError] = {}  # that cannot be opened, and
+            unserved: dict[VolumeId, ForebayError] = {}  # that are open, but their subsystems are not as they should be
             for (nqn, _nsid), spec in wanted.items():
                 self._volumes[spec.volume] = spec
                 listens = self._subsystems.listens(subsystems.get(nqn, {}))
@@ -311,15 +316,20 @@ class NvmfTarget(Target):
                 served = name in kept and listens and bdevs[name].mode == self._mode(spec)
                 if not served or not self._holds(spec):
                     found.append(f"volume {spec.volume} is not served as it should be")
+                    errors = failed
                     try:
-                        await self._add_volume(spec)
+                        await self._add_bdev(spec)
+                        errors = unserved
+                        await self._add_namespace(spec)
                     except Unavailable:
                         raise
                     except ForebayError as error:
-                        failed[spec.volume] = error
-            await self._admit_all(subsystems, views, failed.keys(), found)
+                        errors[spec.volume] = error
+            await self._admit_all(subsystems, views, failed.keys() | unserved.keys(), found)
         if failed:
-            raise next(iter(failed.values()))
+            raise VolumesFailed(failed)
+        if unserved:
+            raise next(iter(unserved.values()))
         return found
 
     async def _admit_all(

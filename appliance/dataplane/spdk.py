@@ -266,7 +266,7 @@ class SpdkTarget(NvmfTarget):
             known = None
         if known is not None and _bdev(known).path != spec.path:
             raise VolumeMismatch(f"the target serves {_bdev(known).path} as {name}, not {spec.path}", field="path")
-        self._files.open(spec)
+        self._files.open(spec, anew=known is None)  # as the target will
         if known is None:
             values = {"name": name, "filename": spec.path, "block_size": LBA_BYTES, "uuid": str(UUID(spec.nguid))}
             await self._rpc.call("bdev_aio_create", values)

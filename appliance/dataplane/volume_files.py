@@ -40,11 +40,14 @@ class VolumeFiles:
         self._timeout_s = timeout_s
         self._open: dict[VolumeId, _Open] = {}
 
-    def open(self, spec: VolumeSpec) -> None:
-        """Open a volume's file, or find that it is open. Raises `TargetFailed` if it cannot be, or another has it."""
+    def open(self, spec: VolumeSpec, *, anew: bool = False) -> None:
+        """Open a volume's file, or find that it is open: with ``anew`` the one that is there now.
+
+        Raises `TargetFailed` if it cannot be, or another has it.
+        """
         known = self._open.get(spec.volume)
         if known is not None:
-            if known.volume.path == Path(spec.path):
+            if known.volume.path == Path(spec.path) and not (anew and known.volume.was_replaced()):
                 return
             self.close(spec.volume)
         with translated(f"volume {spec.path}"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from forebay.errors import ForebayError, NoSpace, Unavailable
 if TYPE_CHECKING:
     from forebay.appliance.dataplane.store_volumes import StoreVolumes
 
-__all__ = ["Look", "look_at", "look_at_store"]
+__all__ = ["Look", "look_at", "look_at_store", "says_nothing"]
 
 _PROBE_BYTES = 64 << 10
 
@@ -32,23 +33,32 @@ class Look:
     reason: str = ""
     free_bytes: int | None = None
     """Of its file system; None where that says nothing."""
+    lost: Mapping[Path, ForebayError] = field(default_factory=dict)
+    """Volumes that are not there or cannot be read, though others are."""
 
 
 def look_at(drive: Path, node_id: bytes, identity: uuid.UUID, volumes: list[Path], closely: bool) -> Look | None:
     """One look, in a thread of its own: it may wait for the drive."""
+    lost: dict[Path, ForebayError] = {}
     try:
         open_drive(drive, node_id, identity)
         for volume in volumes:
-            with translated(f"volume {volume}"):
-                os.stat(volume)
-                if closely:
-                    _read_first(volume)
+            try:
+                with translated(f"volume {volume}"):
+                    os.stat(volume)
+                    if closely:
+                        _read_first(volume)
+            except ForebayError as error:
+                lost[volume] = error
+                if says_nothing(error) or len(lost) == len(volumes):
+                    raise
     except ForebayError as error:
-        return None if _says_nothing(error) else Look(DriveState.AWAY, error.message)
+        return None if says_nothing(error) else Look(DriveState.AWAY, error.message)
     try:
         with translated(f"drive {drive}"):
             for volume in volumes if closely else ():
-                _flush(volume)
+                if volume not in lost:
+                    _flush(volume)
             if is_device(drive):
                 return Look(DriveState.SERVING)
             space = os.statvfs(drive)
@@ -56,11 +66,11 @@ def look_at(drive: Path, node_id: bytes, identity: uuid.UUID, volumes: list[Path
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS))
             if closely:
                 probe_directory(drive, _PROBE_BYTES)
-        return Look(DriveState.SERVING, free_bytes=space.f_bavail * space.f_frsize)
+        return Look(DriveState.SERVING, free_bytes=space.f_bavail * space.f_frsize, lost=lost)
     except NoSpace:
-        return Look(DriveState.SERVING, free_bytes=0)  # full is not failed: the allocator knows what to do
+        return Look(DriveState.SERVING, free_bytes=0, lost=lost)  # full is not failed: the allocator knows what to do
     except ForebayError as error:
-        return None if _says_nothing(error) else Look(DriveState.READ_ONLY, error.message)
+        return None if says_nothing(error) else Look(DriveState.READ_ONLY, error.message)
 
 
 def look_at_store(store: StoreVolumes, identity: uuid.UUID, volumes: list[Path], closely: bool) -> Look | None:
@@ -74,7 +84,7 @@ def look_at_store(store: StoreVolumes, identity: uuid.UUID, volumes: list[Path],
     return Look(DriveState.SERVING)
 
 
-def _says_nothing(error: ForebayError) -> bool:
+def says_nothing(error: ForebayError) -> bool:
     """Whether it was this process that lacked a descriptor or memory: the drive was not asked."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)

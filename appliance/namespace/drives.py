@@ -9,6 +9,9 @@ away      its directory, identity or a label is not there   misses (`Unavailable
           or not its own; it does not answer                another drive
 ========= ================================================= ==========================================================
 
+One volume can be lost alone: its label is another's, or the target cannot open it, though its drive is there. Its
+blocks are misses, too, until a try shows that it can be served again (`NodeDrives.give_up`).
+
 A drive that is lost takes only its own volumes. Its records stay, so its blocks are there again when it is, if drive
 and labels prove to be the ones that metadata names. A start without it remembers the epoch that its labels have.
 """
@@ -20,6 +23,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,11 +32,11 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from forebay.appliance.dataplane.block_volumes import is_device
-from forebay.appliance.dataplane.interface import VolumeErrors, VolumeSpec
+from forebay.appliance.dataplane.interface import VolumeErrors, VolumesFailed, VolumeSpec
 from forebay.appliance.dataplane.labels import LabelledVolumes, volume_size_bytes
 from forebay.appliance.dataplane.volumes import open_drive, volumes_on
 from forebay.appliance.namespace.desired_state import DesiredState, Namespace, Volume
-from forebay.appliance.namespace.drive_looks import Look, look_at, look_at_store
+from forebay.appliance.namespace.drive_looks import Look, look_at, look_at_store, says_nothing
 from forebay.appliance.namespace.engine import Engine
 from forebay.appliance.namespace.meta import NodeMeta
 from forebay.appliance.namespace.records import FLUSHED
@@ -56,6 +60,8 @@ _HANGS_MS = 30_000
 """A look that takes longer waits for a drive that is away."""
 _AGAIN_MS = 1_000
 _AGAIN_MOST_MS = 10_000
+_PROOF_S = 5.0
+"""What a drive has to show its labels before a new target opens its volumes."""
 _FULL_MS = 30_000
 """After which a full drive is asked for a region again where nothing else tells whether it has room."""
 
@@ -110,7 +116,16 @@ class NodeDrives:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _reconcile_volumes(self) -> None:
-        await self._e.target.reconcile(list(self._e.space.specs.values()), [])
+        """Raises `VolumesFailed` if no volume can be served."""
+        while True:
+            specs = self._e.space.specs
+            try:
+                await self._e.target.reconcile(list(specs.values()), [])
+                break
+            except VolumesFailed as error:
+                if error.failed.keys() >= specs.keys():
+                    raise
+                self.give_up(error.failed)
 
     def _volumes_on(self, drive: Drive) -> LabelledVolumes:
         return self._stores.get(drive.name) or volumes_on(Path(drive.path))
@@ -297,8 +312,12 @@ class NodeDrives:
 
     def all_there(self, namespace: int) -> bool:
         """Whether every drive that has a volume of a namespace can take that away."""
-        drives = self._e.space.drives
-        return all(drives[v.drive].state is DriveState.SERVING for v in self._state.volumes_of(namespace))
+        return all(self.is_there(volume) for volume in self._state.volumes_of(namespace))
+
+    def is_there(self, volume: Volume) -> bool:
+        """Whether a volume can be taken away: what lies in the place of a lost one is perhaps another's."""
+        space = self._e.space
+        return space.drives[volume.drive].state is DriveState.SERVING and volume.id not in space.lost
 
     async def remove_volume(self, volume: Volume) -> None:
         """Take a volume away, from the target, from its drive, from metadata."""
@@ -371,7 +390,7 @@ class NodeDrives:
             return asked.result()
         # or it was begun before something failed, and says nothing of that
         if drive.state is DriveState.SERVING or now_ms >= watched.again_ms:
-            paths = [Path(s.path) for s in self._e.space.specs.values() if self._drive_of(s.volume) == drive.name]
+            paths = [Path(s.path) for s in self._specs() if self._drive_of(s.volume) == drive.name]
             identity = uuid.UUID(self._meta.drives[drive.name])
             watched.looking_since_ms, watched.closely = now_ms, closely
             store = self._stores.get(drive.name)
@@ -382,6 +401,9 @@ class NodeDrives:
             )
         return None
 
+    def _specs(self) -> list[VolumeSpec]:
+        return list(self._e.space.specs.values())
+
     def _drive_of(self, volume: VolumeId) -> str:
         return self._e.space.volumes[volume].drive
 
@@ -389,12 +411,22 @@ class NodeDrives:
         if found.state is DriveState.SERVING and drive.state is DriveState.SERVING:
             drive.doubted = False
             self._look_for_room(drive, watched, found)
-            if drive.full or not self._lacks_volumes(drive):
+            if found.lost:
+                async with self._changing:
+                    self.give_up(
+                        {s.volume: e for s in self._specs() if (e := found.lost.get(Path(s.path))) is not None}
+                    )
+                    await self._quietly(self.reconcile())
+            lost, lacks = self._lost_on(drive), not drive.full and self._lacks_volumes(drive)
+            if not lost and not lacks:
                 watched.wait_ms = _AGAIN_MS
             elif self._e.clock.monotonic_ms() >= watched.again_ms:
                 self._later(watched)
                 async with self._changing:
-                    await self._complete()
+                    if lost:
+                        await self._quietly(self._take_back(drive, lost))
+                    if lacks:
+                        await self._complete()
         elif found.state is DriveState.SERVING and not (watched.starved and found.free_bytes == 0):
             await self._bring_back(drive, watched)
         elif found.state is DriveState.SERVING:
@@ -483,8 +515,12 @@ class NodeDrives:
                 await self._prove(drive)
                 mine = [v for v in space.volumes.values() if v.drive == name]
                 living = {n.id for n in self._state.namespaces if not n.deleting}
-                space.specs.update((v.id, self.spec(v)) for v in mine if v.namespace in living)
+                wanted = {v.id: self.spec(v) for v in mine if v.namespace in living}
+                space.specs.update(wanted)
                 await self.reconcile()
+                lost = [volume for volume in wanted if volume not in space.specs]
+                if wanted and len(lost) == len(wanted):
+                    raise Unavailable(space.lost[lost[0]], field="drives")
                 await self._meta.note_present(name)
             except ForebayError as error:
                 self._withdraw(drive)
@@ -493,10 +529,13 @@ class NodeDrives:
                 _log.error("drive %s stays away: %s", name, error)
                 self._later(watched)
                 return
+            for volume in mine:
+                if volume.id not in lost:
+                    space.lost.pop(volume.id, None)
             drive.state, drive.reason, drive.doubted, drive.full = DriveState.SERVING, "", False, False
             watched.wait_ms, watched.starved = _AGAIN_MS, False
             space.note_away()
-            doubtful = self._doubt(drive)
+            doubtful = self._doubt([v.id for v in mine])
             _log.warning("drive %s is back: %d blocks to verify", name, doubtful)
             await self._complete()
 
@@ -519,14 +558,98 @@ class NodeDrives:
         await asyncio.to_thread(self._remove_strays, name)
         drive.capacity_regions = drive.capacity_regions or max((v.regions for v in mine), default=0)
 
-    def _doubt(self, drive: Drive) -> int:
-        """Make suspects of the drive's blocks whose flush is not known: it may have lost them. How many."""
+    def _doubt(self, volumes: Collection[VolumeId]) -> int:
+        """Make suspects of blocks there whose flush is not known: they may be lost. How many."""
         index = self._e.index
-        volumes = [v.id for v in self._e.space.volumes.values() if v.drive == drive.name]
-        rows = np.flatnonzero(findable(index.state[: index.high]) & np.isin(index.volume[: index.high], volumes))
+        rows = np.flatnonzero(findable(index.state[: index.high]) & np.isin(index.volume[: index.high], list(volumes)))
         rows = rows[index.flags[rows] & FLUSHED == 0]
         index.suspect(rows)
         return len(rows)
+
+    # ------------------------------------------------------------------------------------------------ single volumes
+
+    async def prove_volumes(self) -> None:
+        """Give up volumes whose files are not theirs: a new target opens what is there now under their paths.
+
+        What the target itself reaches alone is left to it, and so is a drive that does not answer in time.
+        """
+        for drive in list(self._serving()):
+            mine = [v for v in self._e.space.volumes.values() if v.drive == drive.name and v.id in self._e.space.specs]
+            if drive.name not in self._files or self._files[drive.name].by_target:
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PROOF_S):
+                    self.give_up(await asyncio.to_thread(self._strangers, drive.name, mine))
+
+    def _strangers(self, name: str, volumes: Iterable[Volume]) -> dict[VolumeId, ForebayError]:
+        """Volumes of a drive whose labels are not as metadata say, and what is wrong with each."""
+        wrong: dict[VolumeId, ForebayError] = {}
+        for volume in volumes:
+            try:
+                self._check(name, [volume])
+            except ForebayError as error:
+                if not says_nothing(error):
+                    wrong[volume.id] = error
+        return wrong
+
+    def give_up(self, failed: Mapping[VolumeId, ForebayError]) -> None:
+        """Serve these volumes no more, though their drives are there; `look` tries them again.
+
+        Their blocks are misses meanwhile, and what is being written there is never committed.
+        """
+        space = self._e.space
+        failed = {volume: error for volume, error in failed.items() if volume in space.volumes}
+        self.doom(failed)
+        for volume, error in failed.items():
+            spec, known = space.specs.pop(volume, None), space.volumes[volume]
+            self._watched[known.drive].errors.pop(volume, None)
+            path = str(self._files[known.drive].path(volume)) if spec is None else spec.path
+            reason = error.message if path in error.message else f"{path}: {error.message}"
+            if volume not in space.lost:
+                self._e.events.add("degraded", known.namespace, reason=f"volume {volume} cannot be served")
+            if space.lost.get(volume) != reason:
+                _log.error(
+                    "volume %d on drive %s cannot be served, its blocks are misses and all others are not touched: %s; "
+                    "put right what is at that path, or delete the namespace; it is tried again every few seconds",
+                    *(volume, known.drive, reason),
+                )
+            space.lost[volume] = reason
+        if failed:
+            space.note_away()
+
+    def _lost_on(self, drive: Drive) -> list[Volume]:
+        space = self._e.space
+        return [space.volumes[volume] for volume in space.lost if space.volumes[volume].drive == drive.name]
+
+    async def _take_back(self, drive: Drive, lost: list[Volume]) -> None:
+        """Serve volumes again that were given up, if their labels are their own and the target can open them."""
+        space = self._e.space
+        wrong = await asyncio.to_thread(self._strangers, drive.name, lost)
+        living = {n.id for n in self._state.namespaces if not n.deleting}
+        for volume in lost:
+            missing = isinstance(wrong.get(volume.id), VolumeMismatch) and wrong[volume.id].field == "path"
+            if volume.namespace not in living and (missing or volume.id not in wrong):
+                wrong.pop(volume.id, None)
+                space.lost.pop(volume.id, None)  # nobody else's lies there: it goes with its namespace
+        self.give_up(wrong)
+        trying = [v for v in lost if v.id not in wrong and v.namespace in living]
+        if not trying:
+            space.note_away()
+            return
+        space.specs.update((v.id, self.spec(v)) for v in trying)
+        try:
+            await self.reconcile()
+        except ForebayError:
+            for volume in trying:
+                space.specs.pop(volume.id, None)
+            raise
+        back = [v for v in trying if v.id in space.specs]
+        for volume in back:
+            doubtful = self._doubt([volume.id])  # before anybody gets one
+            space.lost.pop(volume.id, None)
+            self._e.events.add("restored", volume.namespace, reason=f"volume {volume.id} is back")
+            _log.warning("volume %d on drive %s is back: %d blocks to verify", volume.id, drive.name, doubtful)
+        space.note_away()
 
     async def _complete(self) -> None:
         """Give namespaces that were made while a drive was away their volumes on it."""

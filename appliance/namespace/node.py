@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forebay.appliance.dataplane.interface import Barrier, EndpointInfo, HostView, Target, VolumeSpec
+from forebay.appliance.dataplane.interface import Barrier, EndpointInfo, HostView, Target, VolumesFailed, VolumeSpec
 from forebay.appliance.dataplane.labels import translated
 from forebay.appliance.namespace.acl import Access, Acl
 from forebay.appliance.namespace.blocks import Blocks
@@ -43,7 +43,7 @@ from forebay.appliance.namespace.retirement import Retirement
 from forebay.appliance.namespace.room import Room, Watermarks
 from forebay.appliance.namespace.scrub import Scrubber, ScrubLimits
 from forebay.appliance.namespace.sessions import Session, SessionState, SessionTable
-from forebay.appliance.namespace.space import Drive, DriveState, Space
+from forebay.appliance.namespace.space import Drive, Space
 from forebay.appliance.namespace.store import Op, Store
 from forebay.appliance.namespace.verification import Verification
 from forebay.appliance.namespace.writes import Writes
@@ -187,7 +187,9 @@ class Node:
     async def replay(self) -> None:
         """Make a target that restarted know again what it should: volumes, hosts of live sessions, live grants."""
         self.writes.target_ended()  # before any flush can reach the new one
-        await self.reconcile()
+        async with self._admin:
+            await self.drives.prove_volumes()
+            await self._reconcile()
         await self.writes.replay_grants()
 
     async def reconcile(self) -> list[str]:
@@ -198,16 +200,25 @@ class Node:
     async def _reconcile(self) -> list[str]:
         """`reconcile` for those who change the desired state and hold its lock."""
         async with self._hosts_changing.alone():
-            views = [
-                HostView(session.access.namespace.tenant, host, tuple(self._specs(session.namespace)))
-                for session in self.sessions
-                if session.state is SessionState.OPEN
-                for host in session.hosts.values()
-            ]
-            views += self._attached()
-            differences = await self.engine.target.reconcile(list(self.engine.space.specs.values()), views)
+            while True:
+                try:
+                    specs = list(self.engine.space.specs.values())
+                    differences = await self.engine.target.reconcile(specs, self._views())
+                    break
+                except VolumesFailed as error:
+                    self.drives.give_up(error.failed)  # and those are fewer each time
         self.engine.counters["target_differences"] += len(differences)
         return differences
+
+    def _views(self) -> list[HostView]:
+        """What each host should see."""
+        views = [
+            HostView(session.access.namespace.tenant, host, tuple(self._specs(session.namespace)))
+            for session in self.sessions
+            if session.state is SessionState.OPEN
+            for host in session.hosts.values()
+        ]
+        return views + self._attached()
 
     def _attached(self) -> list[HostView]:
         """What hosts that belong to no session see: they are in no grant, and only read where the target fences."""
@@ -320,7 +331,7 @@ class Node:
             await e.store.write(ops)
         e.places.forget(namespace.id)
         for volume in self.state.volumes_of(namespace.id):
-            if e.space.drives[volume.drive].state is DriveState.SERVING:
+            if self.drives.is_there(volume):
                 await self.drives.remove_volume(volume)
         if self.state.namespace(namespace.full_name) is None:
             for principal in self.state.principals:  # a later namespace of this name is another one

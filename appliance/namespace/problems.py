@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Affects", "Problem", "problems_of", "reads_go_on", "writes_go_on"]
 
 Affects = Literal["all", "writes", "some"]
-"""``all``: nothing is read or written; ``writes``: nothing new is stored; ``some``: what lies on one drive."""
+"""``all``: nothing is read or written; ``writes``: nothing new is stored; ``some``: what is on one drive or volume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,11 @@ def problems_of(engine: Engine) -> list[Problem]:
             what = "its blocks are misses until it is back" if drive.state is DriveState.AWAY else "it is only read"
             where = "" if drive.path in drive.reason else f" ({drive.path})"
             found.append(Problem("drives", f"drive {drive.name}{where}: {drive.reason}; {what}", affects))
+    for volume, reason in engine.space.lost.items():
+        known = engine.space.volumes[volume]
+        if engine.space.drives[known.drive].state is not DriveState.AWAY:
+            text = f"volume {volume} on drive {known.drive}: {reason}; its blocks are misses until it can be served"
+            found.append(Problem("drives", text, "some" if engine.space.specs else "all"))
     return found
 
 

@@ -102,7 +102,9 @@ class Space:
         self.region_bytes = region_bytes
         self.volumes: dict[VolumeId, Volume] = {}
         self.specs: dict[VolumeId, VolumeSpec] = {}
-        """Of the volumes that the target should serve: not of those on a drive that is away."""
+        """Of the volumes that the target should serve: not of those on a drive that is away, nor of lost ones."""
+        self.lost: dict[VolumeId, str] = {}
+        """Volumes that cannot be served though their drives are there, and why; see `NodeDrives.give_up`."""
         self.away: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
         """Volumes that nobody can read, and"""
         self.unwritable: npt.NDArray[np.uint32] = self.away
@@ -153,6 +155,7 @@ class Space:
             await self._store.write(ops + self.quarantine.drop(volume))
             extents, gone = self.maps.pop(volume), self.volumes.pop(volume)
             self.specs.pop(volume, None)
+            self.lost.pop(volume, None)
             for owner in [o for o in self._scoped if o[0] == gone.namespace and not self.volumes_of(o[0])]:
                 del self._scoped[owner]
             drive = self.drives[gone.drive]
@@ -160,11 +163,19 @@ class Space:
             drive.full = False
 
     def note_away(self) -> None:
-        """A drive's state has changed: which volumes can be read and written follows."""
+        """A drive's state has changed, or `lost`: which volumes can be read and written follows."""
         drives, volumes = self.drives, self.volumes.values()
-        away = [v.id for v in volumes if drives[v.drive].state is DriveState.AWAY]
+        away = [v.id for v in volumes if drives[v.drive].state is DriveState.AWAY or v.id in self.lost]
         self.away = np.array(sorted(away), np.uint32)
-        self.unwritable = np.array(sorted(v.id for v in volumes if not drives[v.drive].writable), np.uint32)
+        self.unwritable = np.array(sorted(v.id for v in volumes if not self._takes(v)), np.uint32)
+
+    def _takes(self, volume: Volume) -> bool:
+        return self.drives[volume.drive].writable and volume.id not in self.lost
+
+    def lost_on(self, drive: str) -> str:
+        """The volumes of a drive that cannot be served though it is there, and why; empty without any."""
+        lost = (f"volume {v}: {reason}" for v, reason in self.lost.items() if self.volumes[v].drive == drive)
+        return "; ".join(lost)
 
     def drive_failed(self, volume: VolumeId, error: ForebayError) -> None:
         """`Drive.failed` for the drive of a volume, if that is still there."""
@@ -185,15 +196,15 @@ class Space:
     def is_writable(self, volume: VolumeId) -> bool:
         """Whether new blocks can be written to a volume."""
         found = self.volumes.get(volume)
-        return found is not None and self.drives[found.drive].writable
+        return found is not None and self._takes(found)
 
     def is_away(self, volumes: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
         """Which of these volumes nobody can read."""
         return np.isin(volumes, self.away)
 
     def _writable(self, namespace: int) -> list[Volume]:
-        """A namespace's volumes on drives that take writes."""
-        return [v for v in self.volumes_of(namespace) if self.drives[v.drive].writable]
+        """A namespace's volumes that take writes."""
+        return [v for v in self.volumes_of(namespace) if self._takes(v)]
 
     def volumes_of(self, namespace: int) -> list[Volume]:
         """A namespace's volumes."""
@@ -303,7 +314,7 @@ class Space:
     async def claim(self, namespace: int, slot_bytes: int) -> bool:
         """Claim one more region for a namespace, on its drive with most room; False if no drive has any."""
         async with self._changing:
-            mine = [v for v in self.volumes_of(namespace) if self.drives[v.drive].free_regions]
+            mine = [v for v in self._writable(namespace) if self.drives[v.drive].free_regions]
             for volume in sorted(mine, key=lambda v: -self.drives[v.drive].free_regions):
                 extents, drive = self.maps[volume.id], self.drives[volume.drive]
                 number = extents.unclaimed()
@@ -359,14 +370,14 @@ class Space:
             extents = self.maps.get(region.volume)
             if extents is None or extents.claimed.get(region.number) is not region or not region.empty:
                 return True  # somebody was faster
-            drive = self.drives[self.volumes[region.volume].drive]
-            if not drive.writable:
+            drive, spec = self.drives[self.volumes[region.volume].drive], self.specs.get(region.volume)
+            if spec is None or not self.is_writable(region.volume):
                 return False
             # should the target not answer, the region stays claimed and closed, and a later call releases it
             extents.close(region.number)
             crash_point("region.before_release")
             try:
-                await self._target.release_region(self.specs[region.volume], region.offset_bytes, self.region_bytes)
+                await self._target.release_region(spec, region.offset_bytes, self.region_bytes)
             except TargetFailed as error:
                 self.drive_failed(region.volume, error)
                 return False

@@ -20,11 +20,12 @@ from forebay.appliance.dataplane.interface import (
     IoStats,
     Target,
     TargetInfo,
+    VolumesFailed,
     VolumeSpec,
     WriteGrant,
 )
 from forebay.checksum import crc32c
-from forebay.errors import ConnectionLost, TargetFailed, TargetRefused, Unavailable, WriteFenced
+from forebay.errors import ConnectionLost, ForebayError, TargetFailed, TargetRefused, Unavailable, WriteFenced
 from forebay.ids import LBA_BYTES, Extent, GrantId, HostIdentity, VolumeId
 
 __all__ = ["Gate", "SimHost", "SimTarget", "SimWrite"]
@@ -94,6 +95,8 @@ class SimTarget(Target):
         """Keep what each write replaces, so that `lose_power` can take it back."""
         self.unreadable: set[tuple[VolumeId, int]] = set()
         """Places that the drive does not give."""
+        self.unopenable: dict[VolumeId, ForebayError] = {}
+        """Volumes that a reconcile cannot open."""
         self.volumes: dict[VolumeId, VolumeSpec] = {}
         self.hosts: dict[tuple[str, str], set[VolumeId]] = defaultdict(set)
         self.allowed: set[tuple[str, str]] = set()
@@ -283,11 +286,15 @@ class SimTarget(Target):
             for number in [n for n, one in self._controllers.items() if one.nqn == nqn]:
                 del self._controllers[number]
         self.volumes.clear()
+        failed = {volume: error for volume, error in self.unopenable.items() if volume in wanted}
         for spec in volumes:
-            self._serve(spec)
+            if spec.volume not in failed:
+                self._serve(spec)
         self.allowed = set(views)
-        self.hosts = defaultdict(set, views)
+        self.hosts = defaultdict(set, {host: seen - failed.keys() for host, seen in views.items()})
         self._leave("reconcile")
+        if failed:
+            raise VolumesFailed(failed)
         return found
 
     async def teardown_host(self, host: HostIdentity) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from forebay.appliance.dataplane.interface import Barrier, VolumeErrors, WriteGrant
+from forebay.appliance.dataplane.interface import Barrier, VolumeErrors, VolumesFailed, WriteGrant
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.spdk import QosLimits, SpdkTarget
 from forebay.appliance.dataplane.spdk_stores import StoreDrive
@@ -284,8 +284,9 @@ async def test_errors(tmp_path: Path) -> None:
         missing = replace(one, volume=VolumeId(3), nsid=3, bdev="vol3", path=str(tmp_path / "gone"))
         with pytest.raises(TargetFailed):
             await rig.target.add_volume(missing)
-        with pytest.raises(TargetFailed):  # and the other is served nevertheless
+        with pytest.raises(VolumesFailed, match="volume 3: ") as caught:  # and the others are served nevertheless
             await rig.target.reconcile([missing, one, two], [rig.view(new_host(), one)])
+        assert set(caught.value.failed) == {missing.volume}
         assert await rig.target.barrier(two) is Barrier.FLUSHED
         with pytest.raises(VolumeMismatch):
             await rig.target.add_volume(replace(one, path=two.path))
@@ -294,6 +295,39 @@ async def test_errors(tmp_path: Path) -> None:
         await rig.target.revoke([GrantId(1)])
         with pytest.raises(NotFound):
             await rig.target.endpoint("nobody")
+
+
+async def test_an_lvol_that_is_gone_keeps_no_other_from_being_served(tmp_path: Path) -> None:
+    async with rigged(tmp_path, "aio") as rig:
+        one, two = await served(rig, 1, 2)
+        await rig.target.remove_volume(one)
+        await rig.rpc.call("bdev_lvol_delete", {"name": one.path})
+        host = new_host()
+        await rig.kill()
+        with pytest.raises(VolumesFailed) as caught:
+            await rig.target.reconcile([one, two], [rig.view(host, one, two)])
+        assert set(caught.value.failed) == {one.volume}
+        assert await rig.target.barrier(two) is not None
+        assert await rig.target.reconcile([two], [rig.view(host, two)]) == []
+
+
+async def test_a_new_target_and_the_node_have_the_same_file(tmp_path: Path) -> None:
+    """One that was replaced while the target was away is the one that the node clears regions of, too."""
+    async with rigged(tmp_path, "file") as rig:
+        (one,) = await served(rig, 1)
+        path, kept = Path(one.path), tmp_path / "kept"
+        path.rename(kept)
+        with path.open("wb") as file:
+            file.write(bytes([7]) * LBA_BYTES)
+            file.truncate(one.size_bytes)
+        before = await rig.target.checksums(one, [(0, LBA_BYTES, 0)])
+        await rig.kill()
+        await rig.target.reconcile([one], [])
+        assert await rig.target.checksums(one, [(0, LBA_BYTES, 0)]) != before
+        await rig.kill()
+        kept.replace(path)
+        await rig.target.reconcile([one], [])
+        assert await rig.target.checksums(one, [(0, LBA_BYTES, 0)]) == before
 
 
 async def test_whose_a_store_is(tmp_path: Path) -> None:

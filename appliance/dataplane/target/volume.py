@@ -174,6 +174,13 @@ class Volume:
             return "buffered"
         return "direct"
 
+    def was_replaced(self) -> bool:
+        """Whether another file, or none, is under the path now."""
+        try:
+            return not os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except OSError:
+            return True
+
     @property
     def in_memory(self) -> bool:
         """Whether the file system is memory itself: a flush has nothing to do."""

@@ -17,7 +17,7 @@ from spdk.rpc.client import JSONRPCClient  # type: ignore[import-untyped]
 
 from forebay.appliance.dataplane.embedded import EmbeddedTarget
 from forebay.appliance.dataplane.host_keys import HostKeyFiles
-from forebay.appliance.dataplane.interface import Barrier, HostView, IoStats, VolumeSpec, WriteGrant
+from forebay.appliance.dataplane.interface import Barrier, HostView, IoStats, VolumesFailed, VolumeSpec, WriteGrant
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.spdk import SpdkTarget
 from forebay.appliance.dataplane.subsystems import Listener, TransportLimits
@@ -93,6 +93,10 @@ async def rigged(path: Path, times: SupervisorTimes = TIMES, **options: Any) -> 
 
 def host(name: str = "a") -> HostIdentity:
     return HostIdentity(f"nqn.2026-11.io.forebay:host:{name}", str(uuid.uuid5(uuid.NAMESPACE_OID, name)))
+
+
+def _nqn(subsystem: dict[str, Any]) -> str:
+    return str(subsystem["nqn"])
 
 
 def grants(numbers: Sequence[int], *owners: HostIdentity, volume: int = 1) -> list[WriteGrant]:
@@ -375,6 +379,36 @@ class TestReconcile:
             modes = {one["driver_specific"]["aio"]["mode"] for one in await call("bdev_get_bdevs")}
             assert modes == {"fenced"}
             assert await rig.target.reconcile(volumes, views) == []
+
+    @pytest.mark.parametrize("there", ["nothing", "a directory", "an empty file"])
+    async def test_what_cannot_be_opened_keeps_no_other_from_being_served(self, tmp_path: Path, there: str) -> None:
+        async with rigged(tmp_path) as rig:
+            bad, good, alone = rig.volume(1), rig.volume(2), rig.volume(3, "other")
+            volumes, views = [bad, good, alone], [self.view(host(), bad, good)]
+            await rig.target.reconcile(volumes, views)
+            wanted, path = await rig.subsystems(), Path(bad.path)
+            kept = path.rename(tmp_path / "kept")
+            if there == "a directory":
+                path.mkdir()
+            elif there == "an empty file":
+                path.touch()
+            await rig.kill()
+            with pytest.raises(VolumesFailed, match="volume 1: ") as caught:
+                await rig.target.reconcile(volumes, views)
+            assert set(caught.value.failed) == {bad.volume}
+            assert sorted(await rig.bdevs()) == ["vol2", "vol3"]
+            seen = {one["nsid"]: len(one["hosts"]) for each in await rig.subsystems() for one in each["namespaces"]}
+            assert seen == {2: 1, 3: 0}
+            await rig.target.grant(grants([1], host(), volume=2))
+            assert await rig.target.reconcile([good, alone], [self.view(host(), good)]) == []
+            if there != "nothing":
+                path.rmdir() if path.is_dir() else path.unlink()
+            kept.rename(path)
+            assert await rig.target.reconcile(volumes, views)
+            left = await rig.subsystems()
+            for each in (*left, *wanted):
+                each["namespaces"].sort(key=lambda one: one["nsid"])
+            assert sorted(left, key=_nqn) == sorted(wanted, key=_nqn)
 
     async def test_a_volume_that_moved_is_opened_where_it_lies_now(self, tmp_path: Path) -> None:
         async with rigged(tmp_path) as rig:
