@@ -90,7 +90,7 @@ class Link:
     """
 
     def __init__(self, cm: CmConnection, device: Device, entries: int, staging_bytes: int) -> None:
-        device.hold()
+        """``cm``, and the hold on ``device``, are the link's from here on, also where this raises."""
         self.device = device
         ib = verbs()
         self._ib = ib
@@ -163,10 +163,11 @@ class Link:
         cm = CmConnection(clock)
         try:
             opened = device(cm.resolve(address, port, source, deadline_ms))
-            link = cls(cm, opened, request.entries, staging_bytes)
+            opened.hold()
         except BaseException:
             cm.close()
             raise
+        link = cls(cm, opened, request.entries, staging_bytes)  # a thread may be closing both where it raises
         try:
             private = cm.connect(link._qp.qp_num, request.to_bytes(), opened.read_depth, deadline_ms)
             accepted = CmAccept.from_bytes(private)

@@ -316,6 +316,22 @@ def test_a_link_without_memory_of_a_caller_is_left_to_a_thread(verbs: Verbs, dev
     assert verbs.ended == ["qp", "shared region", "region", "cq", "channel", "connection"]
 
 
+def test_a_link_that_never_was_is_ended_by_one_thread_alone(verbs: Verbs, device: Device) -> None:
+    """The connection goes after its queue pair, and is not closed by whoever dialled at the same time."""
+
+    def refused(_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    verbs.qp.post_recv = refused  # type: ignore[attr-defined]
+    verbs.qp.refuses = gone = threading.Event()
+    with pytest.raises(ConnectionLost, match="memory"):
+        dial(device)
+    assert verbs.ended == []
+    gone.set()
+    eventually(lambda: device._users == 1, "the device confirms")
+    assert verbs.ended == ["qp", "shared region", "region", "cq", "channel", "connection"]
+
+
 def test_a_caller_waits_for_the_thread(verbs: Verbs, device: Device) -> None:
     link = dial(device)
     verbs.qp.refuses = threading.Event()
