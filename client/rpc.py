@@ -172,11 +172,12 @@ class Rpc:
         """One request, one answer; asked again when a node that is busy says so, if that is before the deadline.
 
         A ``patient`` one is asked again, too, when an attempt to connect runs out of time, as it may on a busy machine.
-        When the last try has no time left, what the one before it met is raised.
+        When the last try has less time left than an attempt may take, what the one before it met is raised.
         """
         attempt = 0
         met: ForebayError | None = None
         while True:
+            left_ms = deadline_ms - self._clock.monotonic_ms()
             try:
                 if met is not None:
                     _set_deadline(request, self.left_ms(deadline_ms))
@@ -186,7 +187,7 @@ class Rpc:
                 if not patient or self._clock.monotonic_ms() + wait_ms >= deadline_ms:
                     raise met from None
             except DeadlineExceeded:
-                if met is None:
+                if met is None or left_ms >= self._attempt_ms:  # it had its time, and what it asked for may be done
                     raise
                 raise met from None
             except Busy as e:

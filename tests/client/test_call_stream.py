@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from forebay.client import Client, ClientOptions, call_stream
+from forebay.clock import ManualClock
 from forebay.errors import Busy, ForebayError, Unavailable
 from forebay.proto import forebay_pb2 as pb
 from forebay.proto.columns import unpack
@@ -97,6 +98,28 @@ def test_a_node_of_before_the_stream_is_asked_once(node: ScriptedNode, caplog: p
         eventually(lambda: len(node.given_back()) == 1, "the lease is back")
     assert node.opened == asked
     assert len([r for r in caplog.records if "stream of calls" in r.message]) == 1
+
+
+def test_who_was_turned_away_and_then_got_no_answer_ran_out_of_time(
+    node: ScriptedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the node had turned it away before: the last try may have been carried out."""
+    options = replace(OPTIONS, attempt_ms=99)
+    with node.connect(options=options, clock=ManualClock()) as client:  # by which no time passes
+        node.fail["Match"] = Busy(retry_after_ms=1)
+        rpc = client._session.rpc
+
+        def wait(_: float) -> bool:
+            node.fail.clear()
+            gates.append(Gate(node))
+            return False
+
+        gates: list[Gate] = []
+        monkeypatch.setattr(rpc._closed, "wait", wait)
+        assert set(client.match(KEYS, deadline_ms=500).reasons) == {"deadline_exceeded"}
+        node.on_reply = lambda reply: reply
+        for gate in gates:
+            gate.open()
 
 
 @pytest.mark.parametrize("error", [Busy("full", field="f", limit=7, retry_after_ms=70_000), Busy()])
