@@ -170,6 +170,28 @@ def test_replicated_tiles_have_one_writer_in_turn(ranks: Ranks) -> None:
     assert [bytes(r.value or b"")[:1] for r in ranks.clients[0].get(keys)] == [bytes([i]) for i in range(6)]
 
 
+@pytest.mark.parametrize("tiles", [None, [1, 0]])
+def test_blocks_of_all_groups_and_scopes_in_one_call(shared_node: NodeProcess, tiles: list[int] | None) -> None:
+    """Also one that is asked for twice: what some of them have in common is no other's."""
+    name = b"mixed" if tiles is None else b"mixed tiles"
+    with shared_node.connect(schema=SCHEMA, options=OPTIONS, scopes=("one", "two")) as client:
+        scopes = client.scope_ids.values()
+        keys = [BlockKey(name + b"-%d" % i, group, scope) for i in range(2) for group in (0, 1) for scope in scopes]
+        whole = {key: os.urandom(SCHEMA.groups[key.group].layout().value_bytes) for key in keys}
+        assert {r.reason for r in client.put(keys, list(whole.values()))} == {"ok"}
+        asked = [*keys, BlockKey(name, 1, keys[0].scope), *reversed(keys)]
+        layouts = [group.layout() for group in SCHEMA.groups]
+        expected = [
+            part(whole[key], tiles or range(layouts[key.group].tiles), layouts[key.group]) if key in whole else b""
+            for key in asked
+        ]
+        assert [bytes(r.value or b"") for r in client.get(asked, tiles=tiles)] == expected
+        into = [bytearray(len(value)) for value in expected if value]
+        there = [key for key in asked if key in whole]
+        assert {r.reason for r in client.get_into(there, into, tiles=tiles)} == {"ok"}
+        assert into == [value for value in expected if value]
+
+
 def test_named_hosts_alone_may_write(shared_node: NodeProcess) -> None:
     ranks = Ranks(shared_node, 3)
     leader, writer, other = ranks.clients
