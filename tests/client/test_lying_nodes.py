@@ -281,6 +281,36 @@ def test_who_sleeps_past_the_deadline_was_turned_away(node: ScriptedNode, monkey
         assert set(client.match(KEYS).reasons) == {"busy"}
 
 
+def test_a_fall_back_is_told_until_a_heartbeat_is_answered(node: ScriptedNode) -> None:
+    """And not again, in whichever session; one that comes meanwhile is told by the next."""
+    clock = ManualClock()  # so that none is due but those below
+    with node.connect(options=OPTIONS, clock=clock) as client:
+        session = client._session
+        eventually(lambda: node.named("Heartbeat"), "the first one")
+        until_ms = clock.monotonic_ms() + OPTIONS.deadline_ms
+
+        def beat(fails: ForebayError | None = None) -> dict[str, int]:
+            node.fail = {} if fails is None else {"Heartbeat": fails}
+            session._beat(session.view, until_ms)
+            return dict(node.named("Heartbeat")[-1].fallbacks)
+
+        def fall(kind: str) -> None:
+            ((choice, _),) = session._transports.values()
+            choice._fallbacks[kind] += 1
+
+        fall("rdma")
+        assert beat(Unavailable()) == {"rdma": 1}
+        fall("rdma")
+        assert beat(SessionExpired()) == {"rdma": 2}
+        assert client.stats.reopened == 1
+        fall("block")
+        assert beat() == {"rdma": 2, "block": 1}
+        assert beat() == {}
+        fall("block")
+        assert beat() == {"block": 1}
+        assert client.stats.fallbacks == {"rdma": 2, "block": 2}
+
+
 def test_another_keyspace_is_refused(node: ScriptedNode) -> None:
     node.answer["OpenSession"] = set_field("keyspace", bytes(32))
     with pytest.raises(SchemaInvalid):
