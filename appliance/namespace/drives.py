@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -408,15 +408,13 @@ class NodeDrives:
         return self._e.space.volumes[volume].drive
 
     async def _judge(self, drive: Drive, watched: _Watched, found: Look) -> None:
+        if found.lost and drive.state is not DriveState.AWAY:
+            async with self._changing:
+                self.give_up({s.volume: e for s in self._specs() if (e := found.lost.get(Path(s.path))) is not None})
+                await self._quietly(self.reconcile())
         if found.state is DriveState.SERVING and drive.state is DriveState.SERVING:
             drive.doubted = False
             self._look_for_room(drive, watched, found)
-            if found.lost:
-                async with self._changing:
-                    self.give_up(
-                        {s.volume: e for s in self._specs() if (e := found.lost.get(Path(s.path))) is not None}
-                    )
-                    await self._quietly(self.reconcile())
             lost, lacks = self._lost_on(drive), not drive.full and self._lacks_volumes(drive)
             if not lost and not lacks:
                 watched.wait_ms = _AGAIN_MS
@@ -512,10 +510,13 @@ class NodeDrives:
             self._withdraw(drive)
             try:
                 await self.reconcile()
-                await self._prove(drive)
                 mine = [v for v in space.volumes.values() if v.drive == name]
                 living = {n.id for n in self._state.namespaces if not n.deleting}
-                wanted = {v.id: self.spec(v) for v in mine if v.namespace in living}
+                tried = [v for v in mine if v.namespace in living]
+                # those that were lost alone keep no others away: they are tried by themselves
+                tried = [v for v in tried if v.id not in space.lost] or tried
+                await self._prove(drive, tried)
+                wanted = {v.id: self.spec(v) for v in tried}
                 space.specs.update(wanted)
                 await self.reconcile()
                 lost = [volume for volume in wanted if volume not in space.specs]
@@ -529,9 +530,8 @@ class NodeDrives:
                 _log.error("drive %s stays away: %s", name, error)
                 self._later(watched)
                 return
-            for volume in mine:
-                if volume.id not in lost:
-                    space.lost.pop(volume.id, None)
+            for volume in wanted.keys() - set(lost):
+                space.lost.pop(volume, None)
             drive.state, drive.reason, drive.doubted, drive.full = DriveState.SERVING, "", False, False
             watched.wait_ms, watched.starved = _AGAIN_MS, False
             space.note_away()
@@ -539,8 +539,8 @@ class NodeDrives:
             _log.warning("drive %s is back: %d blocks to verify", name, doubtful)
             await self._complete()
 
-    async def _prove(self, drive: Drive) -> None:
-        """Compare identity and labels with metadata, and stamp what was away during a start."""
+    async def _prove(self, drive: Drive, volumes: Sequence[Volume]) -> None:
+        """Compare identity and labels of these volumes with metadata, and stamp what was away during a start."""
         name, path, meta = drive.name, Path(drive.path), self._meta
         known = uuid.UUID(meta.drives[name])
         if (store := self._stores.get(name)) is not None:
@@ -548,15 +548,13 @@ class NodeDrives:
         else:
             await asyncio.to_thread(open_drive, path, meta.node_id, known)
         self._files[name] = await asyncio.to_thread(self._volumes_on, drive)
-        living = {n.id for n in self._state.namespaces if not n.deleting}
-        mine = [v for v in self._e.space.volumes.values() if v.drive == name and v.namespace in living]
-        await asyncio.to_thread(self._check, name, mine)
+        await asyncio.to_thread(self._check, name, volumes)
         if name in meta.absent:
             await meta.note_absent(name, meta.confirmed_epoch)
-            for volume in mine:
+            for volume in volumes:
                 await asyncio.to_thread(self._files[name].stamp, volume.id, meta.confirmed_epoch)
         await asyncio.to_thread(self._remove_strays, name)
-        drive.capacity_regions = drive.capacity_regions or max((v.regions for v in mine), default=0)
+        drive.capacity_regions = drive.capacity_regions or max((v.regions for v in volumes), default=0)
 
     def _doubt(self, volumes: Collection[VolumeId]) -> int:
         """Make suspects of blocks there whose flush is not known: they may be lost. How many."""

@@ -183,6 +183,27 @@ async def test_a_file_that_is_gone_while_all_runs_takes_its_own_blocks(rig: Rig)
     rig.check()
 
 
+@on_loop
+@pytest.mark.parametrize("before", [True, False])
+async def test_a_drive_that_takes_no_writes_for_a_moment_is_served_again_without_it(rig: Rig, before: bool) -> None:
+    """Whether it was lost before that or is found to be lost by the closer look."""
+    a, b, one, other = await two(rig)
+    space = rig.node.engine.space
+    drive, path = space.drives["drive0"], Path(space.specs[one].path)
+    kept = path.rename(path.with_suffix(".kept"))
+    if before:
+        await looked(rig, lambda: set(space.lost) == {one})
+    space.drive_failed(other, EIO)
+    assert drive.state is DriveState.READ_ONLY
+    await looked(rig, lambda: drive.state is not DriveState.READ_ONLY)
+    assert drive.state is DriveState.SERVING and set(space.lost) == {one}
+    assert await rig.get(b, b"k") == VALUE and await rig.get(a, b"k") is None
+    kept.rename(path)
+    await looked(rig, lambda: not space.lost)
+    assert await rig.get(a, b"k") == VALUE
+    rig.check()
+
+
 # ------------------------------------------------------------------------------------------------ a daemon
 
 LONG = os.environ.get("FOREBAY_TEST_PROFILE") == "long"
