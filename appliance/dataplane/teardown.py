@@ -53,6 +53,8 @@ class Teardown:
         look = self._next.get(nqn)
         if look is None:
             look = self._next[nqn] = asyncio.ensure_future(self._look(nqn))
+            # whoever asked may be gone by then: that it failed is no news to anybody else
+            look.add_done_callback(lambda one: None if one.cancelled() else one.exception())
         return await asyncio.shield(look)
 
     async def _look(self, nqn: str) -> set[str]:

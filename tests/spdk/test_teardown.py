@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,3 +61,20 @@ async def test_who_asks_while_another_looks_shares_the_next() -> None:
         await teardown.connected("a")
     rpc.may.release()
     assert await teardown.connected("a") == {"4"}
+
+
+async def test_a_look_that_fails_when_all_who_asked_have_gone_is_no_error_of_the_daemons() -> None:
+    rpc = Answers()
+    rpc.looks = 2
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    teardown = Teardown(rpc, HostKeys(rpc, "node", None))
+    asking = asyncio.create_task(teardown.connected("a"))
+    await steps()
+    asking.cancel()
+    rpc.may.release()
+    await steps()
+    assert rpc.looks == 3 and asking.cancelled()
+    del asking, teardown
+    gc.collect()
+    assert not told

@@ -293,7 +293,7 @@ def test_who_proves_nothing_ends_with_the_controller(tmp_path: Path) -> None:
             queue.gone()
     finally:
         node.process.process.terminate()
-        node.process.process.wait(10)
+        node.process.process.wait(60)
 
 
 def authenticate(host: RawHost, secrets: HostSecrets = BOTH) -> None:
