@@ -64,7 +64,7 @@ class Staging:
         self._ended = ended
         self._storing = ThreadPoolExecutor(1, "forebay-save")
         self._memory = HostMemory(settings.staging_bytes)
-        self._step: dict[int, _Staged] = {}
+        self._step: dict[int, _Staged | None] = {}
         self._unplanned: dict[int, _Staged] = {}
         self.link: Link | None = None
         """The way to the node, once a session has been joined."""
@@ -93,14 +93,14 @@ class Staging:
     def computed(self, saves: Sequence[Save], groups: Sequence[HeldGroup], group: int, layer_group: int) -> None:
         """In the middle of a step: the last layer of a layer group has been computed. Copies it out, to be written."""
         for save in saves:
-            staged = self._step.get(save.number) or self._open(save, groups)
+            staged = self._of_step(save, groups)
             if save.rows.group == group and staged is not None and len(staged.copies) == layer_group:
                 self._copy(staged)
 
     def end(self, saves: Sequence[Save], groups: Sequence[HeldGroup], *, spoilt: bool) -> None:
         """The step has been computed; ``spoilt`` if what it computed with was not all there: then nothing is saved."""
         for save in saves:
-            staged = self._step.get(save.number) or self._open(save, groups)
+            staged = self._of_step(save, groups)
             if staged is None:
                 continue
             while not spoilt and len(staged.copies) < len(staged.held.parts) and self._copy(staged):
@@ -130,6 +130,12 @@ class Staging:
         if staged is not None:
             self._memory.give(staged.space)
 
+    def _of_step(self, save: Save, groups: Sequence[HeldGroup]) -> _Staged | None:
+        """A save of this step, opened when it is first asked for."""
+        if save.number not in self._step:
+            self._step[save.number] = self._open(save, groups)
+        return self._step[save.number]
+
     def _open(self, save: Save, groups: Sequence[HeldGroup]) -> _Staged | None:
         """Make room for a save of this step; None if there is none, or if another rank writes it."""
         held = groups[save.rows.group]
@@ -141,8 +147,7 @@ class Staging:
             self._counters.add("unstored_blocks", len(save), "no_staging")
             self._ended(save.number, True)
             return None
-        staged = self._step[save.number] = _Staged(save, held, space, reasons=["ok"] * len(save))
-        return staged
+        return _Staged(save, held, space, reasons=["ok"] * len(save))
 
     def _copy(self, staged: _Staged) -> bool:
         """Take the next layer group, and have it written if it is not the last: whether that worked."""
