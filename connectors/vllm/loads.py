@@ -70,11 +70,8 @@ class Loads:
         hints: Hints | None = None,
     ) -> list[GetResult]:
         """Read blocks into ``buffers``, as `Client.get_into` does."""
-        assert self.link is not None, "there is no client without one"
         named = self._settings.named(client, rows.keys, rows.group)
-        results = client.get_into(named, buffers, tiles=tiles, hints=hints, deadline_ms=left_ms)
-        self.link.note([result.reason for result in results])
-        return results
+        return client.get_into(named, buffers, tiles=tiles, hints=hints, deadline_ms=left_ms)
 
     def close(self) -> None:
         """Wait for the end of all loads; those that are cancelled end where they are."""
@@ -148,12 +145,15 @@ class PartedLoad:
     def _carry_out(self, loads: Loads, part: Rows) -> Sequence[GetResult] | str:
         if self._cancelled():
             return "cancelled"
-        assert loads.link is not None, "there is a way to the node before the first load"
-        client = loads.link.wait(max(0, self._until_ms - loads.clock.monotonic_ms()))
+        link = loads.link  # which may be another one before the end: what this one's client meets says nothing of it
+        assert link is not None, "there is a way to the node before the first load"
+        client = link.wait(max(0, self._until_ms - loads.clock.monotonic_ms()))
         left_ms = self._until_ms - loads.clock.monotonic_ms()
         if client is None or left_ms <= 0:
             return "unavailable" if client is None else "late"
-        return self._read(client, part, left_ms)
+        results = self._read(client, part, left_ms)
+        link.note([result.reason for result in results])
+        return results
 
     def _counted(self, counters: Counters) -> Iterator[bool]:
         """Whether each block is there; counts it as loaded, or as lost to what it is lost to."""

@@ -319,6 +319,7 @@ class WorkerHalf:
         rows = Rows(piece.rows.group, keys, blocks)
         with self._passed(useful, part.tensors.value_bytes) as values:
             results = self._loads.into(client, rows, list(values.numpy()), left_ms, tiles=part.tiles, hints=hints)
+            link.note([result.reason for result in results])
             hits = next((row for row, result in enumerate(results) if not result.hit), useful)
             whole = step.alike(piece, [result.write_id for result in results[:hits]])
             with step.copying() as may:

@@ -30,12 +30,13 @@ class There:
 
     def __init__(self) -> None:
         self.client: Any = SimpleNamespace()
+        self.noted: list[str] = []
 
     def wait(self, timeout_ms: int) -> Any:
         return self.client
 
     def note(self, reasons: Any) -> None:
-        pass
+        self.noted += reasons
 
 
 class Rig:
@@ -204,6 +205,18 @@ def test_a_node_that_goes_away_is_not_asked_for_the_rest(rig: Rig) -> None:
     rig.begin(1, 9, read, chained=False)
     assert not any(rig.end(1))
     assert rig.counts() == {"lost_blocks:unavailable": 18}
+
+
+def test_what_a_client_meets_is_noted_of_its_own_link_also_when_another_has_come(rig: Rig) -> None:
+    before, after = rig.link, There()
+
+    def read(client: Client, part: Rows, left_ms: int) -> list[GetResult]:
+        rig.loads.link = cast(Link, after)
+        return [GetResult(False, "connection_lost")] * len(part.keys)
+
+    rig.begin(1, 1, read)
+    assert not any(rig.end(1))
+    assert before.noted == ["connection_lost"] * 2 and after.noted == []
 
 
 def test_what_is_late_is_not_begun() -> None:
