@@ -53,7 +53,8 @@ class Tracked:
     loading, ``considered_tokens`` how many were looked at for saving. ``loading`` are the engine's blocks of the load
     under way, where failures are told by block, and ``failed`` whether a rank has said that it lacks one of them, as
     it may before the last one has ended. A request whose load failed is ``computed``: it is not looked up again, so
-    that it comes to an end.
+    that it comes to an end. One that may have been computed with what another connector failed to load is ``spoilt``:
+    nothing of it is saved any more.
     """
 
     request: Any
@@ -67,6 +68,7 @@ class Tracked:
     failed: bool = False
     counted: bool = False
     computed: bool = False
+    spoilt: bool = False
 
     @property
     def plain(self) -> bool:

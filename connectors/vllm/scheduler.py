@@ -25,6 +25,7 @@ from forebay.connectors.vllm.groups import CacheGroups
 from forebay.connectors.vllm.link import Link
 from forebay.connectors.vllm.messages import Load, Rows, Save, SessionOffer, StepWork, WorkerReport
 from forebay.connectors.vllm.modes import ModeSwitch
+from forebay.connectors.vllm.other_loads import OtherLoads
 from forebay.connectors.vllm.requests import Probe, Tracked, Whole
 from forebay.connectors.vllm.saves import Saves
 from forebay.connectors.vllm.settings import Settings
@@ -72,6 +73,7 @@ class SchedulerHalf:
         self._in_step = settings.load == "layers"
         self._fills = StepFills(groups)
         self._shared = SharedLoads()
+        self._others = OtherLoads()
         self._offer: SessionOffer | None = None
         self._touched: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._saves = Saves(ranks, settings.save_timeout_ms, counters)
@@ -163,6 +165,7 @@ class SchedulerHalf:
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after ``computed_tokens`` can be loaded, and whether that takes a while; None: ask again."""
+        self._others.asked(request, computed_tokens)
         if self._fills.shared(request, computed_tokens):
             return None, False
         tracked = self._requests.get(request.request_id)
@@ -265,7 +268,8 @@ class SchedulerHalf:
         dropped: list[int] = []
         try:
             plans, dropped = self._saves.tell(self._link)
-            if self._mode.now == "on" and self._session() is not None and self._settings.save != "none":
+            may_save = self._others.made(output, [load.request for load in self._loads if load.in_step])
+            if self._mode.now == "on" and self._session() is not None and self._settings.save != "none" and may_save:
                 saves = self._to_save(output)
         except Exception:  # loads must begin whatever becomes of saves: requests wait for them
             _log.exception("no saves in this step")
@@ -292,6 +296,7 @@ class SchedulerHalf:
 
     def stepped(self) -> None:
         """The output of the oldest step under way is there: learn how long it took."""
+        self._others.known()
         if not self._steps:
             return
         began_ms, tokens = self._steps.popleft()
@@ -360,7 +365,7 @@ class SchedulerHalf:
     ) -> None:
         """Add those of a request's blocks that are to be saved, and that nobody has as far as is known."""
         request, answer = tracked.request, tracked.answer
-        if answer is None or answer.variant is None or not tracked.plain:
+        if answer is None or answer.variant is None or not tracked.plain or tracked.spoilt:
             return
         if request.num_prompt_tokens < self._settings.save_min_tokens:
             return
@@ -412,6 +417,10 @@ class SchedulerHalf:
         if failed_blocks:
             for each in self._requests.values():
                 each.failed = each.failed or not failed_blocks.isdisjoint(each.loading)
+        requests, forget_too = self._others.failed() if failed_blocks else ((), frozenset[int]())
+        for ident in requests:
+            if ident in self._requests:
+                self._requests[ident].spoilt = True
         ended = self._fills.loading
         spoilt = bool(failed_blocks and ended)
         forget = self._fills.over(spoilt=spoilt)
@@ -430,7 +439,7 @@ class SchedulerHalf:
             if self._offer is not None and number == self._offer.number:
                 self._saves.hosts[rank] = host
         self._saves.heard(self._link, report.saved, report.failed)
-        return forget
+        return forget | forget_too
 
     def ended(self, request: Any, *, given_up: bool = False) -> set[int]:
         """A request is over, in whatever way. Returns blocks that the engine must forget, as `heard` does.

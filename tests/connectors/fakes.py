@@ -40,6 +40,7 @@ class Output:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     boundary_state_offloads: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
     tables: tuple[list[int], ...] = (list(range(100, 100 + BLOCKS + 5)),)
+    has_sync_kv_loads: bool = False
 
     @property
     def total_num_scheduled_tokens(self) -> int:

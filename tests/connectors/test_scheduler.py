@@ -12,7 +12,7 @@ import pytest
 from forebay.client import Client, Hints, MatchResult, WritePlan
 from forebay.connectors.vllm import scheduler
 from forebay.connectors.vllm.advice import Advice
-from forebay.connectors.vllm.messages import Load, Rows, WorkerReport
+from forebay.connectors.vllm.messages import Load, Rows, Save, WorkerReport
 from forebay.ranks import held_tiles
 from forebay.schema import Schema
 from tests.client.conftest import NodeProcess, eventually, halted
@@ -476,6 +476,62 @@ def test_what_a_request_says_goes_with_its_blocks(make: Make) -> None:
     assert first.rows.keys == tuple(hashes("one")) and first.parents == (b"", *hashes("one")[:-1])
     assert third.rows.keys == tuple(hashes("three", 3)), "what another saves in this step is saved once"
     assert third.parents == (hashes("one", 2)[1], *hashes("three", 2))
+
+
+def beside(bench: Bench, request: Request, others: int) -> Sequence[Save]:
+    """A step that computes a request after so many tokens that another connector loads in it, with what it saves."""
+    assert bench.arrive(request) == (0, False)
+    request.num_computed_tokens = others
+    tokens = request.num_prompt_tokens - others
+    work = bench.half.step(Output({request.request_id: tokens}, has_sync_kv_loads=True))
+    request.num_computed_tokens += tokens
+    return work.saves
+
+
+def test_nothing_is_saved_before_it_is_known_that_another_connectors_load_was_whole(make: Make) -> None:
+    bench, request, same = make(), Request("r", hashes("beside")), Request("s", hashes("same step"))
+    before = Request("before", hashes("before it"))
+    bench.arrive(before)
+    assert bench.compute(before, BLOCK).saves, "a step that is still under way"
+    assert beside(bench, request, 2 * BLOCK) == ()
+    bench.arrive(same)
+    assert bench.compute(same, same.num_prompt_tokens).saves == (), "it may begin with what is loaded"
+    bench.half.stepped()
+    assert bench.half.step(Output({"r": 1})).saves == (), "that was the step before"
+    bench.half.stepped()
+    (save,) = bench.half.step(Output({"r": 1})).saves
+    assert save.rows.keys == tuple(hashes("beside"))
+    (save,) = bench.half.step(Output({"s": 1})).saves
+    assert save.rows.keys == tuple(hashes("same step"))
+
+
+def test_what_was_computed_with_another_connectors_failed_load_is_never_saved(make: Make) -> None:
+    bench, request, same = make(), Request("r", hashes("beside")), Request("s", hashes("same step"))
+    assert beside(bench, request, 2 * BLOCK) == ()
+    bench.arrive(same)
+    assert bench.compute(same, same.num_prompt_tokens).saves == ()
+    assert bench.half.heard(WorkerReport(), set(), {101}) == set(Output().tables[0]), "vLLM's own cache forgets it, too"
+    for _ in range(2):
+        bench.half.stepped()
+    for ident in ("r", "s"):
+        assert bench.half.step(Output({ident: 1})).saves == ()
+    later = Request("later", hashes("later"))
+    bench.arrive(later)
+    (save,) = bench.compute(later, later.num_prompt_tokens).saves
+    assert save.rows.keys == tuple(hashes("later"))
+
+
+def test_a_step_of_own_loads_alone_is_saved_at_its_end(make: Make) -> None:
+    bench = make(load="layers")
+    loaded, cached = Request("loaded", hashes("loaded")), Request("cached", hashes("cached"))
+    bench.put(hashes("loaded", 2))
+    assert bench.arrive(loaded) == (2 * BLOCK, False)
+    assert bench.arrive(cached, BLOCK) == (0, False)
+    bench.half.allocated(loaded, [list(range(100, 105))], 2 * BLOCK)
+    loaded.num_computed_tokens, cached.num_computed_tokens = 2 * BLOCK, BLOCK
+    tokens = {each.request_id: each.num_prompt_tokens - each.num_computed_tokens for each in (loaded, cached)}
+    saves = bench.half.step(Output(tokens, has_sync_kv_loads=True)).saves
+    assert {key for save in saves for key in save.rows.keys} == {*hashes("loaded")[2:], *hashes("cached")}
 
 
 def test_bounds_of_a_request_are_kept(make: Make) -> None:
