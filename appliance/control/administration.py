@@ -219,10 +219,13 @@ class Administration:
 
     async def namespace(self, name: str) -> NamespaceView:
         """One namespace. Raises `NamespaceNotFound`."""
+        return self._namespace_view(self._known(name))
+
+    def _known(self, name: str, field: str = "name") -> Namespace:
         found = self._node.state.namespace(name)
         if found is None:
-            raise NamespaceNotFound(f"there is no namespace {name!r}", field="name")
-        return self._namespace_view(found)
+            raise NamespaceNotFound(f"there is no namespace {name!r}", field=field)
+        return found
 
     async def namespaces(self) -> list[NamespaceView]:
         """All of them, by name."""
@@ -326,7 +329,14 @@ class Administration:
     # ------------------------------------------------------------------------------------------------ the node
 
     async def sessions(self, *, namespace: str = "", principal: str = "") -> list[SessionView]:
-        """Sessions, oldest first; those of one namespace or one principal if it is named."""
+        """Sessions, oldest first; those of one namespace or one principal if it is named.
+
+        Raises `NamespaceNotFound`, `NotFound`: a name that is misspelt is no idle engine.
+        """
+        if namespace:
+            self._known(namespace, "namespace")
+        if principal:
+            await self.principal(principal)
         now_ms = self._node.engine.clock.monotonic_ms()
         chosen = [
             s
@@ -344,7 +354,7 @@ class Administration:
             raise InvalidArgument(
                 f"a rate of {rate_bytes_per_s} bytes a second", field="rate_bytes_per_s", limit=MAX_SCRUB_RATE
             )
-        number = (await self.namespace(namespace)).id if namespace else None
+        number = self._known(namespace, "namespace").id if namespace else None
         return self._node.scrubber.start(number, namespace, rate_bytes_per_s)
 
     async def scrub(self) -> ScrubReport:

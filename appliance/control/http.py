@@ -33,7 +33,7 @@ _TEXTS = {
     400: "The request is wrong: `field` says where, `limit` what is allowed.",
     401: "The token is missing or not known.",
     403: "The token is not an administrator's.",
-    404: "What the path names does not exist.",
+    404: "What the request names does not exist.",
     409: "It exists already, or what is asked for would go back behind what is.",
     429: "The node has as many requests as it takes; `retry_after_ms` says when to come again.",
     500: "An error of the node; its log says more.",
@@ -83,7 +83,7 @@ def _routes(admin: Administration) -> APIRouter:
         """How the node is: space, sessions, drives, target."""
         return models.Node.model_validate(await admin.run(caller.principal, admin.status, caller.deadline_ms))
 
-    @router.get("/sessions", operation_id="ListSessions", tags=["node"], responses=_errors())
+    @router.get("/sessions", operation_id="ListSessions", tags=["node"], responses=_errors(404))
     async def list_sessions(
         caller: Caller,
         namespace: Annotated[models.NamespaceName | None, Query(description="Only those of this namespace.")] = None,
@@ -104,8 +104,9 @@ def _routes(admin: Administration) -> APIRouter:
         return models.Scrub.model_validate(await admin.run(caller.principal, admin.scrub, caller.deadline_ms))
 
     @router.post("/scrub", operation_id="StartScrub", status_code=202, tags=["node"], responses=_errors(404))
-    async def start_scrub(caller: Caller, spec: models.ScrubSpec) -> models.Scrub:
+    async def start_scrub(caller: Caller, spec: models.ScrubSpec | None = None) -> models.Scrub:
         """Begin to verify every block, or those of one namespace; 429 while a scrub runs."""
+        spec = spec or models.ScrubSpec()
         started = await admin.run(
             caller.principal,
             lambda: admin.start_scrub(namespace=spec.namespace or "", rate_bytes_per_s=spec.rate_bytes_per_s),

@@ -188,11 +188,20 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return _answer(ours, status, headers)
 
 
+_LIMITS = frozenset(("ge", "gt", "le", "lt", "min_length", "max_length", "pattern", "expected"))
+"""Under these names the framework's errors have what is allowed."""
+
+
 def _invalid(error: RequestValidationError) -> InvalidArgument:
     first = error.errors()[0]
-    where = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path", "header")]
-    field = ".".join(where) or "body"
-    return InvalidArgument(f"{field}: {first.get('msg', 'not valid')}", field=field)
+    loc, context = first.get("loc", ()), first.get("ctx", {})
+    if first.get("type") == "json_invalid":
+        return InvalidArgument(f"the body is no JSON: {context.get('error')} at character {loc[-1]}", field="body")
+    if loc == ("body",):
+        return InvalidArgument("no JSON object came: is `Content-Type: application/json` set?", field="body")
+    field = ".".join(str(part) for part in loc if part not in ("body", "query", "path", "header"))
+    limit = next((value for name, value in context.items() if name in _LIMITS), None)
+    return InvalidArgument(f"{field}: {first.get('msg', 'not valid')}", field=field, limit=limit)
 
 
 HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = dict.fromkeys(

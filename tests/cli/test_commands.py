@@ -266,7 +266,10 @@ def test_sessions(forebay: Shell, node: DemoNode) -> None:
         assert (found["principal"], found["namespace"], found["state"]) == ("admin", "default/default", "open")
         assert len(found["session"]) == 32 and found["hosts"] == 1 and found["age_ms"] >= found["idle_ms"] >= 0
         assert "default/default" in forebay("sessions")
-        assert forebay.json("sessions", "--principal", "nobody")["sessions"] == []
+        forebay("principal", "create", "idle")
+        assert forebay.json("sessions", "--principal", "idle")["sessions"] == []
+        forebay("sessions", "--principal", "nobody", code=ABSENT)
+        forebay("sessions", "no/such", code=ABSENT)
 
 
 def test_unknown_namespaces(forebay: Shell, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +294,11 @@ def test_principals(forebay: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     rotated = forebay.json("principal", "rotate", "vllm")
     assert "Unauthenticated" in forebay("ls", *token, code=REFUSED)
     forebay("ls", "--token", rotated["token"])
+    forebay("principal", "revoke", "vllm", "defualt/default", code=ABSENT)
+    assert "vllm" in {p["name"] for p in forebay.json("principal", "ls")["principals"] if p["grants"]}
     assert forebay.json("principal", "revoke", "vllm", "default/default")["grants"] == []
+    forebay("principal", "revoke", "vllm", "default/default", code=ABSENT)
+    forebay("principal", "revoke", "nobody", "default/default", code=ABSENT)
     shown = forebay("principal", "ls")
     assert "vllm" in shown and made["token"] not in shown and rotated["token"] not in shown
     assert forebay.json("principal", "rm", "vllm") == {"name": "vllm", "removed": True}

@@ -10,6 +10,7 @@ from forebay.cli.context import Session, complete_namespace, connection_options,
 from forebay.cli.exits import ABSENT, OK, REFUSED, UNAVAILABLE, USAGE
 from forebay.cli.sizes import format_time
 from forebay.cli.teaching import Group
+from forebay.errors import NotFound
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -163,5 +164,8 @@ def grant(session: Session, name: str, namespace: str, rights: str, scopes: str 
 def revoke(session: Session, name: str, namespace: str) -> int:
     """Take all rights on a namespace back."""
     with session.admin() as node:
+        held = {info.name: [grant.namespace for grant in info.grants] for info in node.list_principals()}
+        if namespace not in held.get(name, [namespace]):
+            raise NotFound(f"{name} has no rights in {namespace!r}: `forebay principal ls` shows what there are")
         _emit_grants(session, node.set_grant(name, namespace, []))
     return OK

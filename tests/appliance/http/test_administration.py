@@ -133,19 +133,26 @@ class TestTheEdge:
             refused(answer, 401, "Unauthenticated")
 
     @pytest.mark.parametrize(
-        ("body", "field"),
+        ("body", "field", "limit"),
         [
-            ({"name": "acme"}, "name"),
-            ({"name": "acme/.."}, "name"),
-            ({"name": "acme/x", "quota_bytes": -1}, "quota_bytes"),
-            ({"name": "acme/x", "quota_bytes": 1 << 53}, "quota_bytes"),
-            ({"name": "acme/x", "durability": "perhaps"}, "durability"),
-            ({"name": "acme/x", "qouta_bytes": 1}, "qouta_bytes"),
-            ([], "body"),
+            ({"name": "acme/" + "x" * 200}, "name", 129),
+            ({"name": "acme/x", "quota_bytes": -1}, "quota_bytes", 0),
+            ({"name": "acme/x", "quota_bytes": 1 << 53}, "quota_bytes", (1 << 53) - 1),
+            ({"name": "acme/x", "durability": "perhaps"}, "durability", "'flush', 'verify' or 'volatile'"),
+            ({"name": "acme/x", "qouta_bytes": 1}, "qouta_bytes", None),
+            ([], "body", None),
         ],
     )
-    def test_a_wrong_request_is_told_where(self, http: httpx.Client, body: Any, field: str) -> None:
-        refused(http.post("/v1/namespaces", json=body), 400, "InvalidArgument", field)
+    def test_a_wrong_request_is_told_where(self, http: httpx.Client, body: Any, field: str, limit: Any) -> None:
+        answer = http.post("/v1/namespaces", json=body)
+        refused(answer, 400, "InvalidArgument", field)
+        assert answer.json()["limit"] == limit
+
+    @pytest.mark.parametrize("name", ["acme", "acme/..", "a/b/c"])
+    def test_a_name_is_told_its_form(self, http: httpx.Client, name: str) -> None:
+        answer = http.post("/v1/namespaces", json={"name": name})
+        refused(answer, 400, "InvalidArgument", "name")
+        assert "/" in answer.json()["limit"]
 
     @pytest.mark.parametrize("query", ["forse=true", "force=true&x=", "=1", "force=perhaps"])
     def test_a_parameter_that_means_nothing_is_refused(self, http: httpx.Client, query: str) -> None:
@@ -155,7 +162,10 @@ class TestTheEdge:
     def test_what_is_not_json_is_refused(self, http: httpx.Client) -> None:
         for content in (b"{", b"", b"\xff\xfe", b"null"):
             answer = http.post("/v1/namespaces", content=content, headers={"content-type": "application/json"})
-            refused(answer, 400, "InvalidArgument")
+            refused(answer, 400, "InvalidArgument", "body")
+        answer = http.post("/v1/namespaces", content=b'{"name": "acme/x"}')
+        refused(answer, 400, "InvalidArgument", "body")
+        assert "Content-Type: application/json" in answer.json()["message"]
 
     def test_a_long_body_is_refused_before_it_is_read(self, http: httpx.Client) -> None:
         refused(http.post("/v1/namespaces", content=b" " * (300 << 10)), 400, "InvalidArgument", "body")
@@ -203,6 +213,8 @@ def test_sessions_are_listed_to_a_limit(node: Served, http: httpx.Client) -> Non
         assert first is not second
         eventually(lambda: len(http.get("/v1/sessions").json()) >= 2, "both sessions")
         assert len(http.get("/v1/sessions", params={"limit": 1}).json()) == 1
+    refused(http.get("/v1/sessions", params={"namespace": "no/such"}), 404, "NamespaceNotFound", "namespace")
+    refused(http.get("/v1/sessions", params={"principal": "nobody"}), 404, "NotFound", "principal")
 
 
 def test_a_node_without_http_listens_nowhere_for_it(start: NodeMaker) -> None:
@@ -231,7 +243,7 @@ def test_a_scrub_is_begun_watched_and_ended(http: httpx.Client, node: Served) ->
         client.put([b"a", b"b"], [b"x" * 5000, b"y" * 5000])
     begun = http.post("/v1/scrub", json={"namespace": "t/scrubbed", "rate_bytes_per_s": 1})
     assert begun.status_code == 202 and begun.json()["state"] == "running"
-    assert http.post("/v1/scrub", json={}).status_code == 429
+    assert http.post("/v1/scrub").status_code == http.post("/v1/scrub", json={}).status_code == 429
     assert http.delete("/v1/scrub").json()["state"] == "stopped"
     assert http.post("/v1/scrub", json={"namespace": "no/where"}).status_code == 404
     http.post("/v1/scrub", json={"namespace": "t/scrubbed"})
