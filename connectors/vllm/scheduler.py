@@ -267,8 +267,8 @@ class SchedulerHalf:
         plans: list[tuple[int, bytes]] = []
         dropped: list[int] = []
         try:
-            plans, dropped = self._saves.tell(self._link)
             may_save = self._others.made(output, [load.request for load in self._loads if load.in_step])
+            plans, dropped = self._saves.tell(self._link)
             if self._mode.now == "on" and self._session() is not None and self._settings.save != "none" and may_save:
                 saves = self._to_save(output)
         except Exception:  # loads must begin whatever becomes of saves: requests wait for them
