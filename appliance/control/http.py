@@ -106,7 +106,7 @@ def _routes(admin: Administration) -> APIRouter:
     @router.post("/scrub", operation_id="StartScrub", status_code=202, tags=["node"], responses=_errors(404))
     async def start_scrub(caller: Caller, spec: models.ScrubSpec | None = None) -> models.Scrub:
         """Begin to verify every block, or those of one namespace; 429 while a scrub runs."""
-        spec = spec or models.ScrubSpec()
+        spec = spec or models.ScrubSpec.model_validate({})
         started = await admin.run(
             caller.principal,
             lambda: admin.start_scrub(namespace=spec.namespace or "", rate_bytes_per_s=spec.rate_bytes_per_s),
