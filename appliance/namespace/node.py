@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -70,6 +70,8 @@ if TYPE_CHECKING:
     from forebay.appliance.dataplane.store_volumes import StoreVolumes
 
 __all__ = ["Node", "NodeLimits"]
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 _NQN = "nqn.2014-08.org.nvmexpress:uuid:"
@@ -511,7 +513,7 @@ class Node:
                 if namespace.deleting and self._drained(namespace.id) and self.drives.all_there(namespace.id):
                     await self._attempt(self._finish_delete(namespace))
         await self._attempt(self._reclaim())
-        return bool(await self.verification.verify_some())
+        return bool(await self._attempt(self.verification.verify_some()))
 
     def _drained(self, namespace: int) -> bool:
         """Whether no session has anything of a namespace under way: a commit would bring back what was cleared."""
@@ -559,13 +561,14 @@ class Node:
                 await self.engine.space.release(region)
 
     @staticmethod
-    async def _attempt(call: Awaitable[object]) -> None:
+    async def _attempt(call: Awaitable[_T]) -> _T | None:
         try:
-            await call
+            return await call
         except Unavailable as error:
             _log.warning("left for the next sweep: %s", error)
         except ForebayError as error:
             _log.error("left for the next sweep: %s", error)
+        return None
 
     async def close(self) -> None:
         """A clean stop: sessions ended, volumes flushed, and only then the mark that says so."""

@@ -193,6 +193,30 @@ async def test_a_drive_that_is_lost_while_a_region_is_claimed_has_no_room(rig: R
 
 
 @on_loop
+async def test_suspects_whose_owners_cannot_be_looked_up_end_no_round_of_the_sweep(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes after them there, such as the comparison with the target, has its turn."""
+    await rig.start()
+    await rig.namespace(durability=1)
+    assert await rig.put(await rig.open(), b"k", VALUE) == OK
+    await rig.restart()
+    asked = []
+
+    def multi_get(family: str, keys: Sequence[bytes]) -> list[bytes | None]:
+        asked.append(family)
+        raise Unavailable("metadata cannot be read: a table of it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.store, "multi_get", multi_get)
+        assert not await rig.node.background()
+    assert asked == ["owners"] and rig.node.scrubber.report().suspects_left == 1
+    assert await rig.node.background()
+    assert not rig.node.scrubber.report().suspects_left
+    rig.check()
+
+
+@on_loop
 async def test_a_full_drive_that_does_not_tell_its_room_is_asked_again_after_a_while(
     rig: Rig, target: FailingTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
