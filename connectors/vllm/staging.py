@@ -108,6 +108,8 @@ class Staging:
             whole = len(staged.copies) == len(staged.held.parts)
             if spoilt:
                 self._counters.add("unstored_blocks", len(save), "recomputed")
+            elif not whole:
+                self._counters.add("unstored_blocks", len(save), "error")
             if (spoilt or not whole) and self._ranks == 1 and len(staged.held.parts) > 1:
                 self._storing.submit(self._give_up, staged)  # some of it may have been written
             elif spoilt or not whole:
@@ -157,7 +159,6 @@ class Staging:
             parts[number].tensors.gather(staged.save.rows.blocks, values)
         except Exception:  # the engine must live on, and the scheduler's half must hear of the end of each save
             _log.exception("a save failed")
-            self._counters.add("unstored_blocks", len(staged.save), "error")
             return False
         staged.copies.append(values)
         if self._ranks == 1 and number + 1 < len(parts):

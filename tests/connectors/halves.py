@@ -183,6 +183,12 @@ def layered(url: str) -> dict[str, Any]:
     writer.step(Output({crowded.request_id: crowded.num_prompt_tokens}))
     seen["no room for parts"] = [writer.counts["unstored_blocks:no_staging"], len(writer.scheduler._saves._saving)]
     memory.give(lent)
+    spoilt = Request("spoilt parts", hashes("spoilt parts"))
+    assert writer.ask(spoilt) == 0
+    writer.workers[0]._groups[0].parts[0].tensors.gather = None  # type: ignore[assignment,method-assign]
+    writer.step(Output({spoilt.request_id: spoilt.num_prompt_tokens}))
+    writer.until(lambda: not writer.scheduler._saves._saving)
+    seen["unstored parts"] = [writer.counts["unstored_blocks:error"], memory.lent_bytes]
     for engine in (*writers.values(), *readers):
         engine.close()
     return seen

@@ -42,6 +42,7 @@ def test_ranks_of_any_number_read_what_any_other_wrote(shared_node: NodeProcess)
         "lost in a step": [3, 4],
         "kept in a step": True,
         "no room for parts": [5, 0],
+        "unstored parts": [5, 0],
         "parts": True,
         "lost of parts": [3, 4],
         "kept of parts": True,
