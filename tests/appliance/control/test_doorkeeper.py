@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -47,3 +49,40 @@ def test_the_table_of_descriptors_is_known() -> None:
     finally:
         for file in files:
             os.close(file)
+
+
+FULL = """
+import asyncio, resource, socket
+from forebay.appliance.control.doorkeeper import Doorkeeper
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+server = socket.create_server(("127.0.0.1", 0))
+keeper = Doorkeeper([server.getsockname()[1]], 400)
+ends = []
+
+async def main():
+    try:
+        while True:
+            ends.append(socket.create_connection(server.getsockname()))
+            ends.append(server.accept()[0])
+    except OSError:
+        pass
+    try:
+        while True:
+            ends.append(socket.socket())
+    except OSError:
+        pass
+    watching = asyncio.create_task(keeper.watch())
+    async with asyncio.timeout(60):
+        while keeper.ended < 96 and not watching.done():
+            await asyncio.sleep(0.01)
+    assert not watching.done(), watching
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_without_any_descriptor_left_ends_connections() -> None:
+    """When it looks again, a crowd may have taken all there are: none is left then to look by."""
+    done = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
