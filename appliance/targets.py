@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from forebay.appliance.dataplane.spdk_stores import StoreDrive
 from forebay.appliance.dataplane.subsystems import Listener, TransportLimits
 from forebay.appliance.dataplane.supervisor import TARGET_COMMAND, AttachedTarget, EmbeddedProgram, Supervisor
 from forebay.appliance.trace import Tracer
+from forebay.errors import ConfigInvalid
 
 __all__ = ["drive_target", "supervise_target"]
 
@@ -23,7 +25,10 @@ _STORE_TABLES_BYTES = 64 << 20
 
 
 def supervise_target(config: Config, node_id: bytes, on_restart: Callable[[], Awaitable[None]]) -> Supervisor:
-    """Who finds or starts the node's target, and watches it; not started yet."""
+    """Who finds or starts the node's target, and watches it; not started yet.
+
+    Raises `ConfigInvalid` where the program that it should start is none.
+    """
     run_dir, target, spdk = config.data / "run", config.target, config.nvmf_tgt
     if target.kind == "embedded":
         options = (
@@ -32,6 +37,9 @@ def supervise_target(config: Config, node_id: bytes, on_restart: Callable[[], Aw
             *("--log-level", config.log.level, "--log-format", config.log.format),
         )
         return Supervisor(run_dir, node_id, on_restart, program=EmbeddedProgram((*TARGET_COMMAND, *options)))
+    if spdk.binary is not None and spdk.socket is None and shutil.which(spdk.binary) is None:
+        text = f"nvmf_tgt.binary: {spdk.binary} is no program that can be run"
+        raise ConfigInvalid(text, field="nvmf_tgt.binary")
     program = SpdkProgram(
         spdk.binary or Path("nvmf_tgt"),
         spdk.core_mask,

@@ -44,6 +44,7 @@ itself finds, when it goes on, that the time of its last probe has passed. And a
 makes answers late for a while: to replace a target that works takes all hosts their connections, where one that hangs
 costs some seconds of misses more."""
 LOG_TAIL_BYTES = 2000
+LOG_TAIL_LINES = 4
 TARGET_COMMAND = (sys.executable, "-m", "forebay.appliance.dataplane.target")
 
 
@@ -240,6 +241,7 @@ class Supervisor:
         """Start a target and wait until it answers."""
         self._socket.unlink(missing_ok=True)
         command = self._program.command(self._socket, self._log_file)
+        logged_bytes = self._log_file.stat().st_size if self._log_file.exists() else 0
         process = Process.start(command, self._log_file, self._socket)
         process.name.save(self._pid_file)
         try:
@@ -250,11 +252,12 @@ class Supervisor:
                         break
                     except Unavailable as error:
                         if await process.wait(0.02):
-                            raise Unavailable(f"the target {process.exit_text}: {self._log_tail()}") from error
+                            text = f"the target {process.exit_text}: {self._log_tail(logged_bytes)}"
+                            raise Unavailable(text, field="target") from error
         except BaseException as error:
             await self._end(process, gently=False)
             if isinstance(error, TimeoutError):
-                text = f"the target did not answer within {self._times.start_s:g} s: {self._log_tail()}"
+                text = f"the target did not answer within {self._times.start_s:g} s: {self._log_tail(logged_bytes)}"
                 raise Unavailable(text, field="target") from None
             raise
         self._process = process
@@ -334,12 +337,17 @@ class Supervisor:
         except ForebayError as error:
             log.error("target: its state could not be replayed: %s", error)
 
-    def _log_tail(self) -> str:
+    def _log_tail(self, before_bytes: int) -> str:
+        """The last lines of what a target wrote, as one; ``before_bytes`` of the log are older ones' words."""
         try:
-            data = self._log_file.read_bytes()[-LOG_TAIL_BYTES:]
+            data = self._log_file.read_bytes()
         except FileNotFoundError:
             return "it wrote no log"
-        return data.decode("utf-8", "replace").strip() or "it wrote no log"
+        if len(data) >= before_bytes:  # or it was begun anew
+            data = data[before_bytes:]
+        lines = [line.strip() for line in data[-LOG_TAIL_BYTES:].decode("utf-8", "replace").splitlines()]
+        text = " | ".join([line for line in lines if line][-LOG_TAIL_LINES:])
+        return f"{text} ({self._log_file})" if text else "it wrote no log"
 
 
 class AttachedTarget(Supervisor):

@@ -139,6 +139,17 @@ class TestLife:
             with pytest.raises(Unavailable, match="ended with status 3: no such drive"):
                 await supervisor.start()
 
+    async def test_what_is_said_of_it_is_its_own_and_one_line(self, tmp_path: Path) -> None:
+        (tmp_path / "target.log").write_text("of another one\n" * 3)
+        for code, said in (
+            ("exit 0", "ended with status 0: it wrote no log"),
+            ("printf 'a\\nb\\nc\\n\\nd\\ne\\n'; exit 1", r"ended with status 1: b \| c \| d \| e \(.*target\.log\)"),
+        ):
+            async with supervised(tmp_path, program=EmbeddedProgram(("sh", "-c", code, "sh"))) as supervisor:
+                with pytest.raises(Unavailable, match=said) as refused:
+                    await supervisor.start()
+            assert refused.value.field == "target" and "\n" not in refused.value.message
+
     async def test_a_target_that_never_answers_is_ended(self, tmp_path: Path) -> None:
         command = ("sh", "-c", "exec sleep 1000", "sh")
         supervisor = Supervisor(
