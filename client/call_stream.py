@@ -15,6 +15,7 @@ from typing import Protocol
 
 import grpc
 
+from forebay.client.threads import begin
 from forebay.errors import Busy, DeadlineExceeded, ForebayError, Unavailable
 from forebay.proto import forebay_pb2 as pb
 
@@ -142,12 +143,26 @@ class _Stream:
             if len(self._waiting) >= _MAX_CALLS or self._outbox.qsize() >= _MAX_CALLS:
                 raise Busy("too many calls are under way", limit=_MAX_CALLS, retry_after_ms=_RETRY_MS)
             if self._call is None:
-                self._call = call = self._open(self._messages())
-                threading.Thread(target=self._read, args=(call,), name="forebay-calls", daemon=True).start()
+                self._call = self._begun()
             waiting.id = next(self._ids)
             self._waiting[waiting.id] = waiting
         self._outbox.put(waiting.id)
         return True
+
+    def _begun(self) -> Replies:
+        """The stream, opened, with a thread that reads from it; where the process may have none, it has ended.
+
+        Raises `Unavailable` then: a stream that nobody reads would keep each call until its deadline.
+        """
+        call = self._open(self._messages())
+        try:
+            begin(lambda: self._read(call), "forebay-calls")
+        except Unavailable:
+            self.ended = True
+            self._outbox.put(0)
+            call.cancel()
+            raise
+        return call
 
     def give_up(self, waiting: _Waiting) -> bool:
         """Nobody waits any more; False if the answer is there already."""

@@ -16,6 +16,7 @@ from forebay.checksum import CRC32C
 from forebay.client.options import ClientOptions
 from forebay.client.results import VolumeTransport
 from forebay.client.rpc import Rpc
+from forebay.client.threads import begin
 from forebay.client.transports.base import Transport
 from forebay.client.transports.choice import Choice, ChosenWay
 from forebay.client.transports.controller import SubsystemAddress
@@ -125,8 +126,7 @@ class Session:
         self._attempts = 0
         self._not_before_ms = 0
         self._view = self._open(clock.monotonic_ms() + options.connect_ms, first=True)
-        self._thread = threading.Thread(target=self._keep, name="forebay-session", daemon=True)
-        self._thread.start()
+        self._thread = begin(self._keep, "forebay-session")
 
     # --- what calls use ---------------------------------------------------------------------------------------------
 

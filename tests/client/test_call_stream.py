@@ -100,6 +100,28 @@ def test_a_node_of_before_the_stream_is_asked_once(node: ScriptedNode, caplog: p
     assert len([r for r in caplog.records if "stream of calls" in r.message]) == 1
 
 
+def test_a_process_that_may_have_no_more_threads_opens_no_stream(
+    node: ScriptedNode, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls are misses at once, and not by their deadlines, until there are threads again."""
+    start = threading.Thread.start
+
+    def none_left(self: threading.Thread) -> None:
+        if self.name == "forebay-calls":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    stream = client._session.rpc._stream._current
+    assert stream is not None
+    stream.close()
+    eventually(lambda: stream.ended, "the stream has ended")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", none_left)
+        for _ in range(2):
+            assert set(client.match(KEYS).reasons) == {"unavailable"}
+    assert set(client.match(KEYS).reasons) == {"ok"}
+
+
 def test_who_was_turned_away_and_then_got_no_answer_ran_out_of_time(
     node: ScriptedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
