@@ -86,7 +86,8 @@ class WorkerHalf:
         self._happened = threading.Condition()
         self._under_way: dict[str, Load] = {}
         self._cancelled: set[str] = set()
-        self._received: set[str] = set()
+        self._received: dict[str, float] = {}
+        """Requests whose load has ended, and how many seconds it took."""
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._report = WorkerReport()
@@ -231,8 +232,9 @@ class WorkerHalf:
             self._cancelled.update(ended & self._under_way.keys())
             if idle and not self._received and (self._under_way or self._staging.waiting):
                 self._happened.wait(_IDLE_S)
-            received = Received(self._received, self._failed, self._failed_blocks)
-            self._received, self._failed, self._failed_blocks = set(), set(), set()
+            received = Received(set(self._received), self._failed, self._failed_blocks)
+            self._report.loaded |= self._received  # the scheduler's half looks for it once it hears of the end
+            self._received, self._failed, self._failed_blocks = {}, set(), set()
         return received
 
     def report(self) -> WorkerReport:
@@ -268,14 +270,13 @@ class WorkerHalf:
     def _loaded(self, load: Load, missing: set[int], seconds: float) -> None:
         """A load has ended, and these of the engine's blocks have nothing."""
         with self._happened:
-            self._report.loaded[load.request] = seconds
             del self._under_way[load.request]
             self._cancelled.discard(load.request)
             if missing and self._by_block:
                 self._failed_blocks |= missing
             elif missing:
                 self._failed.add(load.request)
-            self._received.add(load.request)
+            self._received[load.request] = seconds
             self._happened.notify_all()
 
     def _read(self, client: Client, rows: Rows, hints: Hints | None, left_ms: int) -> Sequence[GetResult]:

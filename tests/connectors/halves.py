@@ -21,7 +21,7 @@ from forebay.clock import SystemClock
 from forebay.connectors.keys import STABLE_HASH, tiled
 from forebay.connectors.vllm import loads
 from forebay.connectors.vllm.counters import Counters
-from forebay.connectors.vllm.messages import GroupFacts, WorkerFacts, WorkerReport
+from forebay.connectors.vllm.messages import GroupFacts, Load, WorkerFacts, WorkerReport
 from forebay.connectors.vllm.scheduler import SchedulerHalf
 from forebay.connectors.vllm.settings import Settings
 from forebay.connectors.vllm.worker import WorkerHalf
@@ -302,6 +302,12 @@ def main(url: str, target: str) -> None:
     seen["missing"] = sorted(row - 60 for row in two.failed)
     seen["rest"] = two.same(one, 60, [0, 1, 2, 4])
     seen["evicted"] = two.counts.get("lost_blocks:evicted")
+    # One that ends when the step's ends have been told already: how long it took is told with its end.
+    ended, worker = Load("ended late", ()), one.workers[0]
+    worker._under_way[ended.request] = ended
+    worker._loaded(ended, set(), 0.5)
+    told = [worker.report().loaded, worker.received(set(), idle=False).requests, worker.report().loaded]
+    seen["told together"] = [list(each) for each in told]
     # One that is given up: it ends, and says what it did not load.
     given_up = Request("given up", hashes("2"))
     tokens = one.ask(given_up)

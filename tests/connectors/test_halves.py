@@ -30,6 +30,7 @@ def test_ranks_of_any_number_read_what_any_other_wrote(shared_node: NodeProcess)
         "missing": [3],
         "rest": True,
         "evicted": 2,
+        "told together": [[], ["ended late"], ["ended late"]],
         "ended": 1,
         "stored at once": 5,
         "whole": [True] * 5,
