@@ -156,7 +156,7 @@ ENVIRONMENTS = {
         # Another one, used beside vLLM's packages.
         Environment("lmcache", "requirements-lmcache.lock", None, 256 * MIB, 300, "make bench"),
         # Coverage-guided fuzzing.
-        Environment("fuzz", "requirements-fuzz.lock", None, 512 * MIB, 300, "make bench"),
+        Environment("fuzz", "requirements-fuzz.lock", None, 512 * MIB, 300, "make fuzz"),
     )
 }
 

@@ -295,3 +295,9 @@ def test_errors_carry_their_code_once(capsys: pytest.CaptureFixture[str]) -> Non
     assert line.startswith("forebay: a key of 1025 bytes") and "limit: 1 to 1024" in line
     assert line.count("KeySize 1001") == 1
     assert json.dumps(Absent().to_dict())
+
+
+@pytest.mark.parametrize("option", ["--quota=5000PiB", "--ttl=99999999999d"])
+def test_more_than_any_node_takes_is_told_in_words(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["namespace", "create", "acme/chat", option]) == USAGE
+    assert "is more than any node takes" in capsys.readouterr().err

@@ -154,5 +154,9 @@ def fsck(session: Session, config: Path | None, *, media: bool, repair: bool) ->
     }
     session.emit(document, lambda out: _draw(out, report, dropped))
     if config is None and any(found.wrong and found.part == "volumes" for found in report.findings):
-        click.echo("no --config was given: drives were looked for in the data directory alone", err=True)
+        click.echo(
+            "no --config was given, so drives were looked for in the data directory alone: a node that was started "
+            "with one is checked with the same one",
+            err=True,
+        )
     return OK if report.clean else WRONG_BYTES

@@ -56,10 +56,10 @@ def _fields(info: KeyspaceInfo) -> dict[str, Any]:
 @json_option
 @pass_session
 def keyspaces(session: Session) -> int:
-    """List what blocks of a namespace were lately stored under, the last used first.
+    """List what sessions of a namespace lately had, or its blocks are stored under, the last used first.
 
-    Engines share blocks if they are in one keyspace and generation. `ls`, `match`, `stat` and `why` take one with
-    --keyspace, of which the first digits are enough.
+    The first is that of this command itself, `opaque`. Engines share blocks if they are in one keyspace and
+    generation. `ls`, `match`, `stat` and `why` take one with --keyspace, of which the first digits are enough.
     """
     with session.client() as client:
         rows = [_fields(info) for info in client.keyspaces()]

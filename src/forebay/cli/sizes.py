@@ -10,13 +10,15 @@ from forebay.errors import ConfigInvalid
 
 __all__ = ["duration", "format_duration", "format_size", "format_time", "size"]
 
+_MOST = 1 << 62  # what a node takes of anything
+
 
 def size(text: str) -> int:
     """A click parameter's type: bytes of ``64MiB``, ``1.5GiB``, ``10GB`` or a plain number, as in the configuration."""
     from forebay.appliance.settings import parse_size_bytes
 
     try:
-        return parse_size_bytes(text)
+        return _bounded(text, parse_size_bytes(text))
     except ConfigInvalid as e:
         raise click.BadParameter(f"{text!r} is not a size: write 64MiB, 10GB or a number of bytes") from e
 
@@ -26,9 +28,15 @@ def duration(text: str) -> int:
     from forebay.appliance.settings import parse_duration_ms
 
     try:
-        return 0 if text == "0" else parse_duration_ms(text)
+        return 0 if text == "0" else _bounded(text, parse_duration_ms(text))
     except ConfigInvalid as e:
         raise click.BadParameter(f"{text!r} is not a duration: write 30s, 10m, 1h or 7d, or 0 for none") from e
+
+
+def _bounded(text: str, count: int) -> int:
+    if count > _MOST:
+        raise click.BadParameter(f"{text!r} is more than any node takes (2^62 bytes or milliseconds)")
+    return count
 
 
 def format_size(count_bytes: float) -> str:
