@@ -55,9 +55,13 @@ class Loads:
             self._threads.submit(before.close)
 
     def begin(self, load: PartedLoad) -> None:
-        """Carry out a load; those that come first are begun first."""
-        for _ in range(max(1, min(_AT_ONCE, len(load.parts)))):
-            self._threads.submit(load.run, self)
+        """Carry out a load; those that come first are begun first. Raises nothing."""
+        try:
+            for _ in range(max(1, min(_AT_ONCE, len(load.parts)))):
+                self._threads.submit(load.run, self)
+        except RuntimeError as e:  # no thread can be had; whoever waits for the load must hear of its end
+            _log.warning("a load is given up: %s", e)
+            load.give_up(self)
 
     def into(
         self,
@@ -133,6 +137,14 @@ class PartedLoad:
         seconds = (loads.clock.monotonic_ms() - self._began_ms) / 1000
         loads.counters.add("load_seconds", seconds)
         self._tell(there, seconds)
+
+    def give_up(self, loads: Loads) -> None:
+        """Begin no further part; ends the load unless one is under way, whose thread does."""
+        with self._lock:
+            if not self._stopped and self._next < len(self.parts):
+                self._ends[self._next] = "error"
+            self._stopped = True
+        self.run(loads)
 
     def _take(self) -> int | None:
         with self._lock:

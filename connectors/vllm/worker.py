@@ -145,7 +145,11 @@ class WorkerHalf:
         step = self._step = StepLoads(loads, len(held.parts), blocks, until_ms, self._clock)
         hints = {load.request: load.advice.hints for load in loads}
         for piece in step.pieces:
-            self._layering.submit(self._read_piece, step, piece, hints[piece.request])
+            try:
+                self._layering.submit(self._read_piece, step, piece, hints[piece.request])
+            except RuntimeError as e:  # no thread can be had
+                _log.warning("a load is given up: %s", e)
+                step.done(piece, 0, "error")
 
     def _take_up(self, offer: SessionOffer | None) -> None:
         if offer is not None and offer != self._offer:

@@ -186,6 +186,37 @@ def test_a_mistake_ends_its_load_and_no_other(rig: Rig, chained: bool) -> None:
 
 
 @pytest.mark.parametrize("chained", [True, False])
+@pytest.mark.parametrize("had", [0, 1])
+def test_a_load_that_finds_no_thread_has_its_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, chained: bool, had: int
+) -> None:
+    start, left = threading.Thread.start, had
+
+    def refused(thread: threading.Thread) -> None:
+        nonlocal left
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left -= 1
+        start(thread)
+
+    go = threading.Event()
+
+    def read(client: Client, part: Rows, left_ms: int) -> list[GetResult]:
+        assert go.wait(60)
+        return hit(client, part, left_ms)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        rig.begin(1, 3, read, chained=chained)
+    go.set()
+    there = sum(rig.end(1))
+    assert there <= 2 * had, "what was begun by then"
+    assert rig.counts()["lost_blocks:error"] == 6 - there
+    rig.begin(2, 3, hit)
+    assert rig.end(2) == [True] * 6
+
+
+@pytest.mark.parametrize("chained", [True, False])
 def test_a_load_that_is_given_up_ends_where_it_is(rig: Rig, chained: bool) -> None:
     def read(client: Client, part: Rows, left_ms: int) -> list[GetResult]:
         rig.cancelled.add(1)
