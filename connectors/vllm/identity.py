@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
 
 from forebay.connectors.keys import STABLE_HASH, check_hash, model_digest, revision_digest, tiled, weights_digest
 from forebay.connectors.vllm.messages import GroupFacts, WorkerFacts
+from forebay.connectors.vllm.processors import processor_digest
 from forebay.connectors.vllm.settings import Settings
 from forebay.connectors.vllm.specs import cache_groups
 from forebay.errors import ConfigInvalid
@@ -63,6 +64,8 @@ def check_supported(config: Any, kv_cache: Any, settings: Settings | None = None
         "layer_groups with micro-batches (--enable-dbo, --ubatch-size)",
         "layer_groups",
     )
+    if settings is not None and settings.multimodal:
+        _check_multimodal(config, settings)
     if settings is not None and settings.load == "layers":
         _need(
             groups.plain,
@@ -77,6 +80,28 @@ def check_supported(config: Any, kv_cache: Any, settings: Settings | None = None
             "load",
         )
     check_hash(config.cache_config.prefix_caching_hash_algo, setting=_HASH_SETTING)
+
+
+def _check_multimodal(config: Any, settings: Settings) -> None:
+    # After a load that failed in its step vLLM 0.32 misses what it should have encoded anew, and ends.
+    _need(
+        settings.load != "layers",
+        "multimodal with load=layers, whose failures vLLM does not survive where images are to be encoded again "
+        "(load=async)",
+        "multimodal",
+    )
+    _need(
+        config.ec_transfer_config is None,
+        "multimodal with embeddings that another engine computes (--ec-transfer-config)",
+        "multimodal",
+    )
+    media = config.model_config.multimodal_config
+    # The tokens behind a pruned video have positions that come with its embeddings, which a hit has no use for.
+    _need(
+        media is None or not media.is_multimodal_pruning_enabled(),
+        "multimodal with pruned videos (--video-pruning-rate)",
+        "multimodal",
+    )
 
 
 def schema_of(config: Any, facts: WorkerFacts, settings: Settings) -> tuple[Schema, list[str]]:
@@ -148,6 +173,7 @@ def engine_schema(
         hash=HashAlgorithm(STABLE_HASH, hash_tokens),
         groups=groups,
         probe=_probe(),
+        processor=processor_digest(config) if settings.multimodal else b"",
     )
     return schema, [] if note is None else [note]
 

@@ -70,10 +70,15 @@ class Tracked:
     computed: bool = False
     spoilt: bool = False
 
-    @property
-    def plain(self) -> bool:
-        """Whether its hashes say all about its blocks: identifiers of images do not. A resumed session may get some."""
-        return not self.request.mm_features and self.request.prompt_embeds is None
+    def plain(self, *, multimodal: bool) -> bool:
+        """Whether its hashes and the schema say all about its blocks: of images only where those are ``multimodal``.
+
+        A resumed session may get some. Embeddings of a prompt may come as items, too.
+        """
+        if self.request.prompt_embeds is not None:
+            return False
+        items = self.request.mm_features
+        return not items or (multimodal and all(item.modality != "prompt_embeds" for item in items))
 
     @property
     def answer(self) -> Probe | None:

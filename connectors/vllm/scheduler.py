@@ -106,13 +106,16 @@ class SchedulerHalf:
         tracked.probe, tracked.counted = None, False
         tracked.preemptions = request.num_preemptions
         client = self._client()
-        if client is None or tracked.computed or not tracked.plain or self._mode.now == "off":
+        if client is None or tracked.computed or not self._plain(tracked) or self._mode.now == "off":
             return
         hashes = [bytes(block_hash) for block_hash in request.block_hashes[: self._most_hashes]]
         tracked.asked_at_ms = self._clock.monotonic_ms()
         adapter, salt = request.lora_request, request.cache_salt or ""
         until_ms = tracked.asked_at_ms + self._settings.probe_timeout_ms
         tracked.probe = self._probing.submit(self._probe, adapter, salt, hashes, until_ms)
+
+    def _plain(self, tracked: Tracked) -> bool:
+        return tracked.plain(multimodal=self._settings.multimodal)
 
     def _probe(self, adapter: Any, salt: str, hashes: Sequence[bytes], until_ms: int) -> Probe:
         """In a thread: the answer to `_ask`, that nobody waits for after ``until_ms``. Raises nothing."""
@@ -365,7 +368,7 @@ class SchedulerHalf:
     ) -> None:
         """Add those of a request's blocks that are to be saved, and that nobody has as far as is known."""
         request, answer = tracked.request, tracked.answer
-        if answer is None or answer.variant is None or not tracked.plain or tracked.spoilt:
+        if answer is None or answer.variant is None or not self._plain(tracked) or tracked.spoilt:
             return
         if request.num_prompt_tokens < self._settings.save_min_tokens:
             return

@@ -33,6 +33,7 @@ class Settings:
         generation: of the weights, where they change under one name (RL, rolling updates).
         scope: the end tenant that this engine acts for; empty for none.
         revision: a name for the model's weights that its user vouches for, instead of reading them all at start.
+        multimodal: requests with images, sounds or videos are loaded and stored too, by identifiers that vLLM believes.
         max_tensor_parallel: blocks are cut so that every TP size up to this one can read and write them.
         mode: ``on``; ``observe`` asks, decides and counts but neither loads nor stores; ``off``.
         mode_file: a file with one of these words, which takes the place of ``mode`` while the engine runs.
@@ -55,6 +56,7 @@ class Settings:
     generation: int = 0
     scope: str = ""
     revision: str = ""
+    multimodal: bool = False
     max_tensor_parallel: int = 8
     mode: Mode = "on"
     mode_file: str = ""

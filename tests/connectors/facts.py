@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import json
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.config.multimodal import MultiModalConfig
 from vllm.config.quantization import QuantizationConfigArgs
 
 from forebay.connectors.vllm.groups import CacheGroup
@@ -21,6 +23,7 @@ from forebay.connectors.vllm.settings import Settings
 
 FACTS = WorkerFacts((GroupFacts(CacheGroup("full", 16), (0, 1), 2, 64, "float32", "test"),), 16)
 SETTINGS = Settings(revision="test")
+SEEING = Settings(revision="test", multimodal=True)
 
 
 class HfConfig(SimpleNamespace):
@@ -44,6 +47,7 @@ PLAIN = SimpleNamespace(
         dtype=torch.bfloat16,
         quantization=None,
         quantization_config=None,
+        multimodal_config=None,
         get_total_num_kv_heads=lambda: 2,
     ),
 )
@@ -88,7 +92,39 @@ def pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any], bool]]:
     }
 
 
-def keyspace(changes: dict[str, Any]) -> bytes:
+def seeing(directory: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any], bool]]:
+    """The same for engines that keep what they see, of models below ``directory``."""
+
+    def model(name: str, text: str, **media: Any) -> dict[str, Any]:
+        folder = directory / name
+        folder.mkdir(exist_ok=True)
+        (folder / "preprocessor_config.json").write_text(text)
+        for of_others in ("config.json", "tokenizer_config.json", "model.safetensors.index.json"):
+            (folder / of_others).write_text(name)
+        return {"model_config.model": str(folder), "model_config.multimodal_config": MultiModalConfig(**media)}
+
+    def eight(name: str, scales: str) -> dict[str, Any]:
+        path = directory / name / "scales"
+        path.parent.mkdir()
+        path.write_text(scales)
+        return model(name, "{}", mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(path))
+
+    plain, once = model("plain", "{}"), eight("once", "1.0")
+    return {
+        "the same files elsewhere": (plain, model("elsewhere", "{}"), True),
+        "a cache of another size": (plain, model("cached", "{}", mm_processor_cache_gb=1), True),
+        "the same scales elsewhere": (once, eight("twice", "1.0"), True),
+        "other scales": (once, eight("thrice", "2.0"), False),
+        "another file of the processor": (plain, model("smaller", '{"size": 7}'), False),
+        "other arguments of the processor": (plain, model("argued", "{}", mm_processor_kwargs={"size": 7}), False),
+        "media read in another way": (plain, model("read", "{}", media_io_kwargs={"video": {"fps": 1}}), False),
+        "pruned videos": (plain, model("pruned", "{}", video_pruning_rate=0.5), False),
+        "images made to fit other prompts": (plain, {**plain, LONGEST: 2048}, False),
+        "a model of text": ({}, plain, False),
+    }
+
+
+def keyspace(changes: dict[str, Any], settings: Settings = SETTINGS) -> bytes:
     """Of the plain configuration with some things changed."""
     config = copy.deepcopy(PLAIN)
     for path, value in copy.deepcopy(changes).items():
@@ -97,7 +133,7 @@ def keyspace(changes: dict[str, Any]) -> bytes:
         for each in owners:
             owner = getattr(owner, each)
         setattr(owner, name, value)
-    return schema_of(config, FACTS, SETTINGS)[0].keyspace
+    return schema_of(config, FACTS, settings)[0].keyspace
 
 
 def main() -> None:
@@ -107,6 +143,12 @@ def main() -> None:
     for name, (one, other, alike) in pairs().items():
         found = keyspace(one) == keyspace(other)
         (same if alike else changed)[name] = found if alike else not found
+    with tempfile.TemporaryDirectory() as directory:
+        for name, (one, other, alike) in seeing(Path(directory)).items():
+            found = keyspace(one, SEEING) == keyspace(other, SEEING)
+            (same if alike else changed)[name] = found if alike else not found
+            same[f"{name}, of text alone"] = LONGEST in other or keyspace(one) == keyspace(other)
+    same["a model of text, asked for images"] = keyspace({}, SEEING) == plain
     print(json.dumps({"changed": changed, "same": same}))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -239,6 +240,20 @@ def test_what_cannot_be_told_apart_is_left_alone(make: Make) -> None:
     assert bench.arrive(salted) == (0, False)
     (save,) = bench.compute(salted, salted.num_prompt_tokens).saves
     assert {len(key) for key in save.rows.keys} == {64}
+
+
+def test_images_are_looked_up_and_stored_where_the_schema_tells_processors_apart(make: Make) -> None:
+    bench = make(multimodal=True)
+    bench.put(hashes("h")[:2])
+    image, embeddings = SimpleNamespace(modality="image"), SimpleNamespace(modality="prompt_embeds")
+    seen = Request("seen", hashes("h"), mm_features=(image,))
+    assert bench.arrive(seen) == (2 * BLOCK, True)
+    (save,) = bench.compute(seen, seen.num_prompt_tokens).saves
+    assert len(save.rows.keys) == BLOCKS - 2
+    for odd in ({"mm_features": (image, embeddings)}, {"mm_features": (image,), "prompt_embeds": 1}):
+        embedded = Request(str(len(odd)), hashes("h"), **odd)
+        assert bench.arrive(embedded) == (0, False)
+        assert bench.compute(embedded, embedded.num_prompt_tokens).saves == ()
 
 
 def test_the_guard_has_the_last_word(make: Make) -> None:
