@@ -83,11 +83,12 @@ class CacheGroups:
     """All groups of an engine, by their numbers, and how many tokens its block hashes are over.
 
     A group's block is as long as one hashed block or a whole number of them; the hash of its last one names it, since
-    hashes are chained.
+    hashes are chained. Of a prefix that is ``redrafted`` the last block is computed anew, though it is there.
     """
 
     groups: tuple[CacheGroup, ...]
     hash_tokens: int
+    redrafted: bool = False
 
     @property
     def unit_tokens(self) -> int:

@@ -6,12 +6,14 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
 
 from forebay.connectors.keys import STABLE_HASH, check_hash, model_digest, revision_digest, tiled, weights_digest
+from forebay.connectors.vllm.drafts import check_drafts, check_method, has_drafts
 from forebay.connectors.vllm.messages import GroupFacts, WorkerFacts
 from forebay.connectors.vllm.processors import processor_digest
 from forebay.connectors.vllm.settings import Settings
@@ -50,14 +52,9 @@ def check_supported(config: Any, kv_cache: Any, settings: Settings | None = None
     _need(parallel.pipeline_parallel_size == 1, "pipeline parallelism yet", "pipeline_parallel_size")
     _need(parallel.decode_context_parallel_size == 1, "context parallelism yet", "decode_context_parallel_size")
     _need(parallel.prefill_context_parallel_size == 1, "context parallelism yet", "prefill_context_parallel_size")
-    guesses = config.speculative_config
-    # What n-grams guess is checked by the model itself, and only what it accepted is hashed.
-    _need(
-        guesses is None or guesses.method == "ngram",
-        "speculative decoding with a model of drafts",
-        "speculative_config",
-    )
+    check_method(config)
     groups = cache_groups(config, kv_cache)
+    check_drafts(config, groups, settings)
     # A layer calls back once for each of them, at first when the tokens of the others are still to be computed.
     _need(
         settings is None or settings.layer_groups == 1 or not parallel.use_ubatching,
@@ -169,29 +166,47 @@ def engine_schema(
     )
     schema = Schema(
         engine="vllm",
-        model=model_digest(_weights(config, settings), _facts(config)),
+        model=model_digest(_weights(config, settings.revision), _facts(config)),
         hash=HashAlgorithm(STABLE_HASH, hash_tokens),
         groups=groups,
         probe=_probe(),
+        draft=_draft(config, settings),
         processor=processor_digest(config) if settings.multimodal else b"",
     )
     return schema, [] if note is None else [note]
 
 
-def _weights(config: Any, settings: Settings) -> bytes:
-    if settings.revision:
-        return revision_digest(settings.revision)
+def _draft(config: Any, settings: Settings) -> bytes:
+    """The digest of the model of drafts; empty where blocks hold no layers of one.
+
+    How many tokens it guesses at a time is not in it: the first of its passes computes all that is accepted anew.
+    """
+    if not has_drafts(config):
+        return b""
+    guesses = config.speculative_config
+    draft = SimpleNamespace(
+        model_config=guesses.draft_model_config,
+        load_config=guesses.draft_load_config or config.load_config,
+        lora_config=None,
+        cache_config=config.cache_config,
+    )
+    facts = {**_facts(draft), "method": guesses.method, "layers": draft.model_config.get_total_num_hidden_layers()}
+    return model_digest(_weights(draft, settings.draft_revision, "draft_revision"), facts)
+
+
+def _weights(config: Any, revision: str, field: str = "revision") -> bytes:
+    """Of the model of ``config``. The setting ``field`` is what names a ``revision``."""
+    if revision:
+        return revision_digest(revision)
     load_format = str(config.load_config.load_format)
     if load_format == "dummy":
-        raise ConfigInvalid(
-            "load_format=dummy makes weights that no file tells apart: name a revision", field="revision"
-        )
+        raise ConfigInvalid(f"load_format=dummy makes weights that no file tells apart: name a {field}", field=field)
     directory = Path(config.model_config.model)
     if not directory.is_dir():
         raise ConfigInvalid(
-            f"the weights of {config.model_config.model!r} are not in a local directory: name a revision, such as the "
-            "model's name and commit",
-            field="revision",
+            f"the weights of {config.model_config.model!r} are not in a local directory: name a {field}, such as "
+            "the model's name and commit",
+            field=field,
         )
     return weights_digest(directory)
 
@@ -199,7 +214,7 @@ def _weights(config: Any, settings: Settings) -> bytes:
 def _facts(config: Any) -> dict[str, object]:
     """What is done to the weights, in plain values."""
     model = config.model_config
-    effective = {k: v for k, v in model.hf_config.to_dict().items() if k not in _NOT_OF_THE_MODEL}
+    effective = _of_the_model(model.hf_config.to_dict())
     _as_tuned(model, effective)
     text = _text(effective)
     # vLLM takes the factors for long prompts, or those for short ones, by the longest that it was started for.
@@ -222,6 +237,14 @@ def _facts(config: Any) -> dict[str, object]:
         "lora_modules": "" if modules is None else _text(sorted(modules)),
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
     }
+
+
+def _of_the_model(values: dict[str, Any]) -> dict[str, Any]:
+    """Of a configuration what makes the model; EAGLE's has that of its layers in it once more, as ``model``."""
+    kept = {k: v for k, v in values.items() if k not in _NOT_OF_THE_MODEL}
+    if isinstance(inner := kept.get("model"), dict):
+        kept["model"] = _of_the_model(inner)
+    return kept
 
 
 def _as_tuned(model: Any, effective: dict[str, Any]) -> None:

@@ -194,6 +194,8 @@ class SchedulerHalf:
         # A step that computes with what it loads has to have something to compute.
         whole = self._groups.plain and not self._in_step
         most = request.num_tokens if whole else request.num_tokens - 1
+        if self._groups.redrafted:
+            most = max(start, self._groups.longest(answer.present, start, most) - self._groups.unit_tokens)
         limit = token_limit(request, "max_load_tokens")
         if limit is not None:
             most = min(most, start + limit)

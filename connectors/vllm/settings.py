@@ -33,6 +33,7 @@ class Settings:
         generation: of the weights, where they change under one name (RL, rolling updates).
         scope: the end tenant that this engine acts for; empty for none.
         revision: a name for the model's weights that its user vouches for, instead of reading them all at start.
+        draft_revision: the same for the model of drafts, where there is one.
         multimodal: requests with images, sounds or videos are loaded and stored too, by identifiers that vLLM believes.
         max_tensor_parallel: blocks are cut so that every TP size up to this one can read and write them.
         mode: ``on``; ``observe`` asks, decides and counts but neither loads nor stores; ``off``.
@@ -56,6 +57,7 @@ class Settings:
     generation: int = 0
     scope: str = ""
     revision: str = ""
+    draft_revision: str = ""
     multimodal: bool = False
     max_tensor_parallel: int = 8
     mode: Mode = "on"

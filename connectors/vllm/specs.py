@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from forebay.connectors.vllm.drafts import layer_number, redrafted
 from forebay.connectors.vllm.groups import CacheGroup, CacheGroups
 from forebay.connectors.vllm.messages import GroupFacts, WorkerFacts
 from forebay.errors import ConfigInvalid
@@ -38,7 +39,7 @@ def cache_groups(config: Any, kv_cache: Any) -> CacheGroups:
     for cache in groups:
         if cache.block_tokens % hash_tokens:
             raise _unsupported(f"blocks of {cache.block_tokens} tokens over hashes of {hash_tokens}", "block_size")
-    return CacheGroups(tuple(groups), hash_tokens)
+    return CacheGroups(tuple(groups), hash_tokens, redrafted(config))
 
 
 def _unsupported(what: str, field: str = "kv_cache_spec") -> ConfigInvalid:
@@ -57,6 +58,10 @@ def _cache_group(spec: Any) -> CacheGroup:
         if spec.num_speculative_blocks:
             raise _unsupported("a state space model with speculative decoding", "speculative_config")
         return CacheGroup("mamba", spec.block_size)
+    if type(spec).__name__ == "UniformTypeKVCacheSpecs":
+        raise _unsupported(
+            "layers of several sizes in one KV cache group, as with drafts of other heads than the model's"
+        )
     if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec):
         raise _unsupported(f"{type(spec).__name__} yet")
     if spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
@@ -86,21 +91,28 @@ def held_caches(
     facts: list[GroupFacts] = []
     named: list[Sequence[str]] = []
     for group, cache in zip(kv_cache.kv_cache_groups, groups.groups, strict=True):
-        names = sorted(group.layer_names, key=extract_layer_index)
-        layer = config.compilation_config.static_forward_context[names[0]]
+        names = sorted(group.layer_names, key=partial(layer_number, config))
+        layers = [config.compilation_config.static_forward_context[name] for name in names]
         make = _states if cache.kind == "mamba" else _attention
         tensors, about = make(group.kv_cache_spec, kv_cache.num_blocks, {name: kv_caches[name] for name in names})
         caches.append(tensors)
         named.append(names)
-        indices = tuple([extract_layer_index(name) for name in names])
+        indices = tuple([layer_number(config, name) for name in names])
         heads, bytes_per_head, dtype, details = about
         if cache.kind != "mamba" and group.kv_cache_spec.kv_quant_mode == KVQuantMode.FP8_PER_TENSOR:
             dtype = _eight_bits(config.cache_config.cache_dtype)
-        parts = ["vllm/" + layer.get_attn_backend().get_name().lower(), *details]
-        if isa := getattr(layer, "isa", ""):  # CPU attention orders the keys of a block as its instructions like them
-            parts.append(isa)
+        orders = {_order(layer) for layer in layers}
+        if len(orders) > 1:
+            raise _unsupported("layers of one KV cache group with several attention backends", "attention_backend")
+        backend, isa = orders.pop()
+        parts = ["vllm/" + backend, *details, *([isa] if isa else [])]
         facts.append(GroupFacts(cache, indices, heads, bytes_per_head, dtype, ":".join(parts)))
     return caches, WorkerFacts(tuple(facts), groups.hash_tokens), named
+
+
+def _order(layer: Any) -> tuple[str, str]:
+    """What orders a layer's bytes: CPU attention orders the keys of a block as its instructions like them."""
+    return layer.get_attn_backend().get_name().lower(), getattr(layer, "isa", "")
 
 
 _About = tuple[int, int, str, list[str]]

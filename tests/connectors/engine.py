@@ -1,8 +1,9 @@
 """A vLLM engine in a process of its own: `python -m tests.connectors.engine MODEL CONFIG`, where vLLM is installed.
 
-CONFIG is JSON: the engine's arguments, ``kv_transfer_config`` among them, and ``sizes`` for another model. Reads
-requests from standard input, a JSON object a line, and answers each with one on standard output; everything else goes
-to standard error. The model is a small Qwen2 with random weights, made when it is not there.
+CONFIG is JSON: the engine's arguments, ``kv_transfer_config`` among them, ``sizes`` for another model, and ``draft``,
+the ``directory``, ``method`` and ``seed`` of a model of drafts. Reads requests from standard input, a JSON object a
+line, and answers each with one on standard output; everything else goes to standard error. The model is a small Qwen2
+with random weights, made when it is not there.
 """
 
 from __future__ import annotations
@@ -124,6 +125,21 @@ class Engine:
             "reasons": [each.outputs[0].finish_reason for each in done],
             "cached": [each.num_cached_tokens for each in done],
         }
+
+    def drafted(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+        """Greedy tokens of a prompt, how many tokens came from a cache, and all that a model of drafts guessed."""
+        drafter = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+        propose, guesses = drafter.propose, []
+
+        def proposing(*args: Any, **kwargs: Any) -> Any:
+            proposed = propose(*args, **kwargs)
+            guesses.append(proposed.tolist())
+            return proposed
+
+        drafter.propose = proposing
+        answer = self.generate([prompt], max_tokens)
+        del drafter.propose
+        return {**answer, "guesses": guesses}
 
     def train(self, adapter: str, seed: int) -> dict[str, Any]:
         """Make a LoRA adapter of random weights, or another one in its place."""
@@ -296,6 +312,13 @@ class Engine:
             return {"why": str(e)}
         return {"why": ""}
 
+    def drafts_refused(self) -> dict[str, Any]:
+        """What the connector says to this engine's model of drafts with one thing changed."""
+        from tests.connectors.drafts import refused
+
+        kv_cache = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+        return refused(self.llm.llm_engine.vllm_config, kv_cache)
+
     def refusals(self) -> dict[str, Any]:
         """What the connector says to this engine's configuration with one thing changed, and to another version."""
         import vllm
@@ -316,7 +339,7 @@ class Engine:
             ("parallel_config", "decode_context_parallel_size", 2),
             ("parallel_config", "enable_dbo", True),
             ("kv_transfer_config", "kv_role", "kv_consumer"),
-            (None, "speculative_config", SimpleNamespace(method="eagle")),
+            (None, "speculative_config", SimpleNamespace(method="medusa")),
             ("scheduler_config", "async_scheduling", True),
         ):
             changed = copy.copy(config)
@@ -373,6 +396,14 @@ def main(model: str, config: str, kind: type[Engine] = Engine) -> None:
     sizes = arguments.pop("sizes", SMALL_MODEL)
     if not directory.exists():
         make_model(directory, sizes)
+    if (draft := arguments.pop("draft", None)) is not None:
+        folder = Path(draft.pop("directory"))
+        if not folder.exists():
+            from tests.connectors.drafts import make_draft
+
+            make_draft(folder, directory, **draft)
+        guessing = {"method": draft["method"], "model": str(folder), "num_speculative_tokens": 3}
+        arguments["speculative_config"] = guessing
     engine = kind(directory, arguments)
     with os.fdopen(answers_fd, "w") as answers:
         print(json.dumps({"ready": True}), file=answers, flush=True)

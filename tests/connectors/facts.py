@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from forebay.connectors.vllm.messages import GroupFacts, WorkerFacts
 from forebay.connectors.vllm.settings import Settings
 
 FACTS = WorkerFacts((GroupFacts(CacheGroup("full", 16), (0, 1), 2, 64, "float32", "test"),), 16)
-SETTINGS = Settings(revision="test")
+SETTINGS = Settings(revision="test", draft_revision="drafts")
 SEEING = Settings(revision="test", multimodal=True)
 
 
@@ -36,6 +37,7 @@ PLAIN = SimpleNamespace(
     parallel_config=SimpleNamespace(tensor_parallel_size=1),
     load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
     lora_config=None,
+    speculative_config=None,
     model_config=SimpleNamespace(
         model="/model",
         hf_config=HfConfig(rope_theta=1e6, _name_or_path="/model"),
@@ -77,11 +79,34 @@ LLAMA_4_SAID = {"model_config.override_generation_config": {"attn_temperature_tu
 MINIMAX, MINIMAX_LOADED = HfConfig(model_type="minimax_m2"), HfConfig(model_type="minimax_m2", max_model_len=1024)
 
 
+def drafts(changes: dict[str, Any] | None = None, **guessing: Any) -> dict[str, Any]:
+    """A configuration with a model of drafts, some things of which, or of how it guesses, are others."""
+    model = copy.deepcopy(PLAIN.model_config)
+    model.get_total_num_hidden_layers = lambda: 1
+    for name, value in (changes or {}).items():
+        setattr(model, name, value)
+    usual = {"method": "eagle", "draft_load_config": None, "num_speculative_tokens": 3}
+    return {"speculative_config": SimpleNamespace(draft_model_config=model, **{**usual, **guessing})}
+
+
 def pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any], bool]]:
     """Pairs of configurations, and whether they are in one keyspace."""
     llama, dynamic = {HF_CONFIG: LLAMA_4}, {HF_CONFIG: HfConfig(rope_scaling={"type": "dynamic"})}
     modules = {"lora_config": SimpleNamespace(lora_dtype="auto", target_modules=["v_proj"])}
+    eagle, inside = drafts(), {"_name_or_path": "/elsewhere", "heads": 2}
     return {
+        "a model of drafts": ({}, eagle, False),
+        "n-grams": ({}, {"speculative_config": SimpleNamespace(method="ngram")}, True),
+        "another way to guess with it": (eagle, drafts(method="eagle3"), False),
+        "another number of guesses": (eagle, drafts(num_speculative_tokens=5), True),
+        "another configuration of drafts": (eagle, drafts({"hf_config": HfConfig(rope_theta=1e4)}), False),
+        "drafts in other numbers": (eagle, drafts({"dtype": torch.float16}), False),
+        "more layers of drafts": (eagle, drafts({"get_total_num_hidden_layers": lambda: 2}), False),
+        "drafts that lie elsewhere": (
+            drafts({"hf_config": HfConfig(model=inside)}),
+            drafts({"hf_config": HfConfig(model={**inside, "_name_or_path": "/model"})}),
+            True,
+        ),
         "adapters of some modules": ({}, modules, False),
         "Llama 4 with long prompts": (llama, {**llama, LONGEST: 65_536}, False),
         "Llama 4 with short prompts": (llama, {**llama, LONGEST: 2048}, True),
@@ -143,6 +168,9 @@ def main() -> None:
     for name, (one, other, alike) in pairs().items():
         found = keyspace(one) == keyspace(other)
         (same if alike else changed)[name] = found if alike else not found
+    changed["other weights of drafts"] = keyspace(drafts()) != keyspace(
+        drafts(), replace(SETTINGS, draft_revision="others")
+    )
     with tempfile.TemporaryDirectory() as directory:
         for name, (one, other, alike) in seeing(Path(directory)).items():
             found = keyspace(one, SEEING) == keyspace(other, SEEING)

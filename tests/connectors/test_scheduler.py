@@ -18,7 +18,7 @@ from forebay.ranks import held_tiles
 from forebay.schema import Schema
 from tests.client.conftest import NodeProcess, eventually, halted
 from tests.connectors.bench import GROUP, Bench, Make
-from tests.connectors.fakes import BLOCK, BLOCKS, Adapter, Output, Request, hashes
+from tests.connectors.fakes import BLOCK, BLOCKS, PLAIN, Adapter, Output, Request, hashes
 
 VALUE = bytes(GROUP.layout().value_bytes)
 
@@ -116,6 +116,17 @@ def test_a_run_of_blocks_after_the_local_hit_is_loaded(make: Make) -> None:
     bench.half.heard(WorkerReport(loaded={"r": 0.1}), {"r"}, set())
     request.num_computed_tokens = 3 * BLOCK
     (save,) = bench.compute(request, 2 * BLOCK + 7).saves
+    assert save.rows.keys == (request.block_hashes[3],), "what the node has is not saved again"
+
+
+def test_the_last_block_of_a_prefix_is_computed_anew_where_drafts_of_the_engine_need_it(make: Make) -> None:
+    bench, request = make(groups=replace(PLAIN, redrafted=True)), Request("r", hashes("b"))
+    bench.put(list(request.block_hashes[:3]))
+    assert bench.arrive(request, BLOCK) == (BLOCK, True)
+    assert bench.ask(request, BLOCK) == (BLOCK, True), "not one less each time"
+    assert bench.ask(request, 2 * BLOCK) == (0, False)
+    request.num_computed_tokens = 2 * BLOCK
+    (save,) = bench.compute(request, 2 * BLOCK).saves
     assert save.rows.keys == (request.block_hashes[3],), "what the node has is not saved again"
 
 
