@@ -62,6 +62,7 @@ class _Node:
         self.store = _Broken()
         self.clock = SystemClock()
         self.drives = {"drive0": Drive("drive0", "/d", 1)}
+        self.lost: dict[int, str] = {}
         self.reserve = Reserve()
 
     async def info(self) -> None:
