@@ -7,13 +7,14 @@ which tokens come out.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from vllm.model_executor.models.utils import extract_layer_index
 
 from forebay.connectors.vllm.groups import CacheGroups
+from forebay.connectors.vllm.refusals import need
 from forebay.connectors.vllm.settings import Settings
-from forebay.errors import ConfigInvalid
 
 __all__ = ["check_drafts", "check_method", "has_drafts", "layer_number", "redrafted"]
 
@@ -22,11 +23,7 @@ _WITHOUT_LAYERS = ("ngram",)
 """What n-grams guess needs no cache."""
 _PREFIX = "draft_model."
 """How vLLM names the layers of ``draft_model``, which it counts from 0; those of the others go on after the model's."""
-
-
-def _need(ok: bool, what: str, field: str = "speculative_config") -> None:
-    if not ok:
-        raise ConfigInvalid(f"the vLLM connector does not support {what}", field=field)
+_need = partial(need, field="speculative_config")
 
 
 def has_drafts(config: Any) -> bool:
@@ -63,9 +60,9 @@ def check_drafts(config: Any, groups: CacheGroups, settings: Settings | None) ->
     _need(
         settings is None or (settings.layer_groups == 1 and settings.load == "async"),
         "load=layers or layer_groups with a model of drafts",
-        "layer_groups",
+        field="layer_groups",
     )
-    _need(settings is None or not settings.multimodal, "multimodal with a model of drafts", "multimodal")
+    _need(settings is None or not settings.multimodal, "multimodal with a model of drafts", field="multimodal")
     _need(not guesses.use_heterogeneous_vocab, "drafts in another vocabulary (use_heterogeneous_vocab)")
     _need(not guesses.parallel_drafting, "parallel drafting")
     draft, model = guesses.draft_model_config, config.model_config

@@ -16,6 +16,7 @@ from forebay.connectors.keys import STABLE_HASH, check_hash, model_digest, revis
 from forebay.connectors.vllm.drafts import check_drafts, check_method, has_drafts
 from forebay.connectors.vllm.messages import GroupFacts, WorkerFacts
 from forebay.connectors.vllm.processors import processor_digest
+from forebay.connectors.vllm.refusals import need
 from forebay.connectors.vllm.settings import Settings
 from forebay.connectors.vllm.specs import cache_groups
 from forebay.errors import ConfigInvalid
@@ -35,11 +36,6 @@ _AS_STORED = frozenset({"auto", "hf", "safetensors", "pt", "npcache", "dummy"})
 """Ways to load weights that give what is in the files, or in what a revision names."""
 
 
-def _need(ok: bool, what: str, field: str) -> None:
-    if not ok:
-        raise ConfigInvalid(f"the vLLM connector does not support {what}", field=field)
-
-
 def check_supported(config: Any, kv_cache: Any, settings: Settings | None = None) -> None:
     """Refuse what would fail, or be wrong, at a later request. ``kv_cache`` is vLLM's `KVCacheConfig`.
 
@@ -47,16 +43,16 @@ def check_supported(config: Any, kv_cache: Any, settings: Settings | None = None
     """
     parallel = config.parallel_config
     role = config.kv_transfer_config.kv_role
-    _need(role == "kv_both", f"kv_role {role!r}: a cache is read and written, as kv_both", "kv_role")
-    _need(config.cache_config.enable_prefix_caching, "an engine without prefix caching", "enable_prefix_caching")
-    _need(parallel.pipeline_parallel_size == 1, "pipeline parallelism yet", "pipeline_parallel_size")
-    _need(parallel.decode_context_parallel_size == 1, "context parallelism yet", "decode_context_parallel_size")
-    _need(parallel.prefill_context_parallel_size == 1, "context parallelism yet", "prefill_context_parallel_size")
+    need(role == "kv_both", f"kv_role {role!r}: a cache is read and written, as kv_both", "kv_role")
+    need(config.cache_config.enable_prefix_caching, "an engine without prefix caching", "enable_prefix_caching")
+    need(parallel.pipeline_parallel_size == 1, "pipeline parallelism yet", "pipeline_parallel_size")
+    need(parallel.decode_context_parallel_size == 1, "context parallelism yet", "decode_context_parallel_size")
+    need(parallel.prefill_context_parallel_size == 1, "context parallelism yet", "prefill_context_parallel_size")
     check_method(config)
     groups = cache_groups(config, kv_cache)
     check_drafts(config, groups, settings)
     # A layer calls back once for each of them, at first when the tokens of the others are still to be computed.
-    _need(
+    need(
         settings is None or settings.layer_groups == 1 or not parallel.use_ubatching,
         "layer_groups with micro-batches (--enable-dbo, --ubatch-size)",
         "layer_groups",
@@ -64,13 +60,13 @@ def check_supported(config: Any, kv_cache: Any, settings: Settings | None = None
     if settings is not None and settings.multimodal:
         _check_multimodal(config, settings)
     if settings is not None and settings.load == "layers":
-        _need(
+        need(
             groups.plain,
             "load=layers with windows, states or several KV cache groups: vLLM could not be told of a failure in the "
             "middle of a step (load=async)",
             "load",
         )
-        _need(
+        need(
             not config.scheduler_config.async_scheduling,
             "load=layers with asynchronous scheduling, with which vLLM delivers the tokens of a step that was "
             "scheduled after one whose load failed: start the engine with --no-async-scheduling (or with load=async)",
@@ -81,20 +77,20 @@ def check_supported(config: Any, kv_cache: Any, settings: Settings | None = None
 
 def _check_multimodal(config: Any, settings: Settings) -> None:
     # After a load that failed in its step vLLM 0.32 misses what it should have encoded anew, and ends.
-    _need(
+    need(
         settings.load != "layers",
         "multimodal with load=layers, whose failures vLLM does not survive where images are to be encoded again "
         "(load=async)",
         "multimodal",
     )
-    _need(
+    need(
         config.ec_transfer_config is None,
         "multimodal with embeddings that another engine computes (--ec-transfer-config)",
         "multimodal",
     )
     media = config.model_config.multimodal_config
     # The tokens behind a pruned video have positions that come with its embeddings, which a hit has no use for.
-    _need(
+    need(
         media is None or not media.is_multimodal_pruning_enabled(),
         "multimodal with pruned videos (--video-pruning-rate)",
         "multimodal",

@@ -20,9 +20,12 @@ from vllm.v1.kv_cache_interface import (
 from forebay.connectors.vllm.drafts import layer_number, redrafted
 from forebay.connectors.vllm.groups import CacheGroup, CacheGroups
 from forebay.connectors.vllm.messages import GroupFacts, WorkerFacts
+from forebay.connectors.vllm.refusals import unsupported
 from forebay.errors import ConfigInvalid
 
 __all__ = ["cache_groups", "held_caches"]
+
+_unsupported = partial(unsupported, field="kv_cache_spec")
 
 
 def cache_groups(config: Any, kv_cache: Any) -> CacheGroups:
@@ -38,12 +41,10 @@ def cache_groups(config: Any, kv_cache: Any) -> CacheGroups:
         groups.append(_cache_group(group.kv_cache_spec))
     for cache in groups:
         if cache.block_tokens % hash_tokens:
-            raise _unsupported(f"blocks of {cache.block_tokens} tokens over hashes of {hash_tokens}", "block_size")
+            raise _unsupported(
+                f"blocks of {cache.block_tokens} tokens over hashes of {hash_tokens}", field="block_size"
+            )
     return CacheGroups(tuple(groups), hash_tokens, redrafted(config))
-
-
-def _unsupported(what: str, field: str = "kv_cache_spec") -> ConfigInvalid:
-    return ConfigInvalid(f"the vLLM connector does not support {what}", field=field)
 
 
 def _cache_group(spec: Any) -> CacheGroup:
@@ -53,10 +54,10 @@ def _cache_group(spec: Any) -> CacheGroup:
             raise _unsupported(
                 f"a state space model whose states are kept in mode {spec.mamba_cache_mode!r}: the engine says which "
                 "block holds which state in mode 'align' only (--mamba-cache-mode align)",
-                "mamba_cache_mode",
+                field="mamba_cache_mode",
             )
         if spec.num_speculative_blocks:
-            raise _unsupported("a state space model with speculative decoding", "speculative_config")
+            raise _unsupported("a state space model with speculative decoding", field="speculative_config")
         return CacheGroup("mamba", spec.block_size)
     if type(spec).__name__ == "UniformTypeKVCacheSpecs":
         raise _unsupported(
@@ -66,13 +67,13 @@ def _cache_group(spec: Any) -> CacheGroup:
         raise _unsupported(f"{type(spec).__name__} yet")
     if spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
         raise _unsupported(
-            f"a {spec.kv_quant_mode.name} KV cache, whose scales are beside its blocks", "kv_cache_dtype"
+            f"a {spec.kv_quant_mode.name} KV cache, whose scales are beside its blocks", field="kv_cache_dtype"
         )
     if spec.num_heads != spec.num_kv_heads or spec.state_content_bytes is not None or spec.tokens_per_state != 1:
         raise _unsupported("a KV cache whose blocks are packed")
     if type(spec) is SlidingWindowSpec:
         if spec.extra_retained_tokens:
-            raise _unsupported("a sliding window that keeps tokens for drafts", "speculative_config")
+            raise _unsupported("a sliding window that keeps tokens for drafts", field="speculative_config")
         return CacheGroup("sliding", spec.block_size, spec.sliding_window)
     if type(spec) is ChunkedLocalAttentionSpec:
         return CacheGroup("chunked", spec.block_size, spec.attention_chunk_size)
@@ -103,7 +104,9 @@ def held_caches(
             dtype = _eight_bits(config.cache_config.cache_dtype)
         orders = {_order(layer) for layer in layers}
         if len(orders) > 1:
-            raise _unsupported("layers of one KV cache group with several attention backends", "attention_backend")
+            raise _unsupported(
+                "layers of one KV cache group with several attention backends", field="attention_backend"
+            )
         backend, isa = orders.pop()
         parts = ["vllm/" + backend, *details, *([isa] if isa else [])]
         facts.append(GroupFacts(cache, indices, heads, bytes_per_head, dtype, ":".join(parts)))
@@ -151,7 +154,7 @@ def _eight_bits(cache_dtype: str) -> str:
         return "float8_e5m2"
     if cache_dtype in ("fp8", "fp8_e4m3"):
         return _type(current_platform.fp8_dtype())
-    raise _unsupported(f"a KV cache of type {cache_dtype} yet", "kv_cache_dtype")
+    raise _unsupported(f"a KV cache of type {cache_dtype} yet", field="kv_cache_dtype")
 
 
 def _type(dtype: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -15,11 +16,14 @@ from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from forebay.connectors.vllm.identity import check_supported, engine_schema
+from forebay.connectors.vllm.refusals import need
 from forebay.connectors.vllm.settings import Settings
 from forebay.errors import ConfigInvalid
 from forebay.schema import Group, Schema
 
 __all__ = ["configuration_of", "tier_group", "tier_schema"]
+
+_need = partial(need, part="tier")
 
 
 def configuration_of(engine_id: str) -> tuple[Any, Any]:
@@ -40,11 +44,6 @@ def configuration_of(engine_id: str) -> tuple[Any, Any]:
         "the tier was not made by a connector of vLLM, and cannot tell which model its blocks are of",
         field="kv_connector",
     )
-
-
-def _need(ok: bool, what: str, field: str) -> None:
-    if not ok:
-        raise ConfigInvalid(f"the vLLM tier does not support {what}", field=field)
 
 
 def _check(config: Any, kv_cache: Any) -> None:
