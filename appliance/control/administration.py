@@ -25,7 +25,7 @@ from forebay.appliance.namespace.quarantine import Quarantined
 from forebay.appliance.namespace.records import PINNED, Durability
 from forebay.appliance.namespace.scrub import ScrubReport
 from forebay.appliance.namespace.sessions import Session
-from forebay.errors import InvalidArgument, NamespaceNotFound, NotFound, Unavailable
+from forebay.errors import InvalidArgument, NotFound, Unavailable
 from forebay.index import findable
 
 __all__ = [
@@ -219,13 +219,7 @@ class Administration:
 
     async def namespace(self, name: str) -> NamespaceView:
         """One namespace. Raises `NamespaceNotFound`."""
-        return self._namespace_view(self._known(name))
-
-    def _known(self, name: str, field: str = "name") -> Namespace:
-        found = self._node.state.namespace(name)
-        if found is None:
-            raise NamespaceNotFound(f"there is no namespace {name!r}", field=field)
-        return found
+        return self._namespace_view(self._node.namespace(name))
 
     async def namespaces(self) -> list[NamespaceView]:
         """All of them, by name."""
@@ -315,8 +309,8 @@ class Administration:
         """Set a principal's rights in one namespace, or in all (``*``); without rights they are taken away."""
         state = self._node.state
         check_rights(grant.rights)
-        if grant.namespace != "*" and state.namespace(grant.namespace) is None and grant.rights:
-            raise NamespaceNotFound(f"there is no namespace {grant.namespace!r}", field="grant.namespace")
+        if grant.namespace != "*" and grant.rights:
+            self._node.namespace(grant.namespace, "grant.namespace")
         for scope in grant.scopes:
             if scope != "*":
                 check_name(scope, "grant.scopes")
@@ -334,7 +328,7 @@ class Administration:
         Raises `NamespaceNotFound`, `NotFound`: a name that is misspelt is no idle engine.
         """
         if namespace:
-            self._known(namespace, "namespace")
+            self._node.namespace(namespace, "namespace")
         if principal:
             await self.principal(principal)
         now_ms = self._node.engine.clock.monotonic_ms()
@@ -354,7 +348,7 @@ class Administration:
             raise InvalidArgument(
                 f"a rate of {rate_bytes_per_s} bytes a second", field="rate_bytes_per_s", limit=MAX_SCRUB_RATE
             )
-        number = self._known(namespace, "namespace").id if namespace else None
+        number = self._node.namespace(namespace, "namespace").id if namespace else None
         return self._node.scrubber.start(number, namespace, rate_bytes_per_s)
 
     async def scrub(self) -> ScrubReport:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -108,11 +107,8 @@ class NvmfTarget(Target):
 
     async def add_volume(self, spec: VolumeSpec) -> None:
         async with self._shape.alone():
-            await self._add_volume(spec)
-
-    async def _add_volume(self, spec: VolumeSpec) -> None:
-        await self._add_bdev(spec)
-        await self._add_namespace(spec)
+            await self._add_bdev(spec)
+            await self._add_namespace(spec)
 
     async def _add_namespace(self, spec: VolumeSpec) -> None:
         """Have an open volume in its tenant's subsystem."""
@@ -234,14 +230,9 @@ class NvmfTarget(Target):
         await _all([partial(self._dismiss, subsystem["nqn"], name, look) for name in names])
         return names
 
-    @asynccontextmanager
-    async def _turn(self, name: str) -> AsyncIterator[None]:
-        """One call about a host at a time, in the order of asking."""
-        turn = self._turns.get(name)
-        if turn is None:
-            turn = self._turns[name] = asyncio.Lock()
-        async with turn:
-            yield
+    def _turn(self, name: str) -> asyncio.Lock:
+        """One call about a host at a time, in the order of asking; there for as long as anybody has it."""
+        return self._turns.setdefault(name, asyncio.Lock())
 
     async def _by_look(self, nqn: str, act: Callable[[_Look], Awaitable[None]], *, make: bool = False) -> None:
         """Act by what is known of a subsystem, and once more by a fresh look if that fails: it may be another target's.
@@ -249,24 +240,23 @@ class NvmfTarget(Target):
         Nobody else changes subsystems, and a look costs by the number of hosts: with one for each host that comes and
         each heartbeat, thousands of sessions would do nothing else. With ``make`` there is one in the end.
         """
-        stale: _Look | None = None
-        fresh = False
+        last = False
         while True:
             async with self._shape.together():
                 look = self._looks.get(nqn)
-                if look is not None and look is not stale:
+                if look is not None:
                     try:
                         return await act(look)
                     except BaseException as error:  # what of it was done, nobody knows
                         if self._looks.get(nqn) is look:
                             del self._looks[nqn]
                         again = isinstance(error, ForebayError) and not isinstance(error, Unavailable)
-                        if fresh or stale is not None or not again:
+                        if last or not again:
                             raise
-                        stale = look
+                        last = True
             async with self._shape.alone():
                 if nqn not in self._looks:
-                    look, fresh = await self._look(nqn, make=make), True
+                    look, last = await self._look(nqn, make=make), True
                     if nqn not in self._looks:
                         return await act(look)
 
@@ -374,7 +364,8 @@ class NvmfTarget(Target):
                 if not one["wanted"]:
                     found.append(f"NSID {one['nsid']} of {nqn} is not a volume of this node")
                     await self._rpc.call("nvmf_subsystem_remove_ns", {"nqn": nqn, "nsid": one["nsid"]})
-            await self._subsystems.drop_if_empty(nqn, self._own_hosts)
+            if not any(one["wanted"] for one in subsystem["namespaces"]):  # asking costs a look at all of the target
+                await self._subsystems.drop_if_empty(nqn, self._own_hosts)
         return found
 
     async def leave(self) -> None:

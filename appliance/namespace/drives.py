@@ -519,9 +519,9 @@ class NodeDrives:
                 wanted = {v.id: self.spec(v) for v in tried}
                 space.specs.update(wanted)
                 await self.reconcile()
-                lost = [volume for volume in wanted if volume not in space.specs]
-                if wanted and len(lost) == len(wanted):
-                    raise Unavailable(space.lost[lost[0]], field="drives")
+                served = wanted.keys() & space.specs.keys()
+                if wanted and not served:
+                    raise Unavailable(space.lost[next(iter(wanted))], field="drives")
                 await self._meta.note_present(name)
             except ForebayError as error:
                 self._withdraw(drive)
@@ -530,7 +530,7 @@ class NodeDrives:
                 _log.error("drive %s stays away: %s", name, error)
                 self._later(watched)
                 return
-            for volume in wanted.keys() - set(lost):
+            for volume in served:
                 space.lost.pop(volume, None)
             drive.state, drive.reason, drive.doubted, drive.full = DriveState.SERVING, "", False, False
             watched.wait_ms, watched.starved = _AGAIN_MS, False

@@ -275,7 +275,7 @@ class Node:
     async def update_namespace(self, full_name: str, **options: int | str) -> Namespace:
         """Change quota, policies or the minimum generation, which only ever rises. Raises `NamespaceNotFound`."""
         async with self._admin:
-            old = self._namespace(full_name)
+            old = self.namespace(full_name)
             new = _checked(replace(old, **options))  # type: ignore[arg-type]  # checked by _checked
             if new.min_generation < old.min_generation:
                 raise StaleGeneration(
@@ -294,7 +294,7 @@ class Node:
     async def delete_namespace(self, full_name: str, *, force: bool) -> tuple[int, int]:
         """Delete a namespace; with blocks in it only by ``force``. Blocks and bytes that it had."""
         async with self._admin:
-            namespace = self._namespace(full_name)
+            namespace = self.namespace(full_name)
             index = self.engine.index
             mine = index.namespace[: index.high] == namespace.id
             found = mine & findable(index.state[: index.high])
@@ -351,7 +351,7 @@ class Node:
     async def set_scope_quota(self, full_name: str, scope: str, quota_bytes: int) -> Namespace:
         """Bound what blocks of one scope may take; 0 lifts the bound."""
         async with self._admin:
-            namespace = self._namespace(full_name)
+            namespace = self.namespace(full_name)
             if quota_bytes >= 1 << 62:
                 raise InvalidArgument(f"quota_bytes {quota_bytes}", field="quota_bytes", limit="0 to 2^62")
             quota = ScopeQuota(namespace.id, await self.state.scope_id(scope), quota_bytes)
@@ -368,10 +368,11 @@ class Node:
         names = {s.id: s.name for s in self.state.scopes} | {0: "default"}
         return [(names.get(s, str(s)), quotas.get(s, 0), used.get(s, 0)) for s in sorted(quotas.keys() | used.keys())]
 
-    def _namespace(self, full_name: str) -> Namespace:
+    def namespace(self, full_name: str, field: str = "name") -> Namespace:
+        """The namespace that a request names in its ``field``. Raises `NamespaceNotFound`."""
         namespace = self.state.namespace(full_name)
         if namespace is None:
-            raise NamespaceNotFound(f"there is no namespace {full_name!r}", field="name")
+            raise NamespaceNotFound(f"there is no namespace {full_name!r}", field=field)
         return namespace
 
     # ------------------------------------------------------------------------------------------------ sessions

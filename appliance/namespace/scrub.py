@@ -177,7 +177,6 @@ class Scrubber:
         if wait_ms := one.wait_ms():
             return min(wait_ms, _IDLE_MS)
         rows, taken = self._next_batch(one)
-        gone = taken - len(rows)
         if rows.size:
             size = int(self._e.index.length[rows].sum(dtype=np.uint64))
             verdict = await self._verification.verify_rows(rows)
@@ -191,7 +190,7 @@ class Scrubber:
             self._e.counters["scrubbed_blocks"] += len(rows)
             self._e.counters["scrubbed_bytes"] += size
         one.at += taken
-        one.gone += gone
+        one.gone += taken - len(rows)
         if one.at == one.blocks_total and one.state == "running":
             self._finish(one, "done")
         return min(one.wait_ms(), _IDLE_MS)
