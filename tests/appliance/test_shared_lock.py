@@ -7,12 +7,7 @@ import asyncio
 import pytest
 
 from forebay.appliance.shared_lock import SharedLock
-
-
-async def steps() -> None:
-    """Let all that can go on do so."""
-    for _ in range(10):
-        await asyncio.sleep(0)
+from tests.sim.running import steps
 
 
 async def _in_order() -> None:

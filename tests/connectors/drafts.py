@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from forebay.connectors.vllm.drafts import check_drafts
 from forebay.connectors.vllm.settings import Settings
 from forebay.connectors.vllm.specs import cache_groups
 from forebay.errors import ConfigInvalid
-from tests.connectors.engine import SMALL_MODEL, VOCABULARY
+from tests.connectors.engine import SMALL_MODEL, VOCABULARY, changed
 
 
 def make_draft(directory: Path, model: Path, method: str, seed: int) -> None:
@@ -62,9 +61,8 @@ def refused(config: Any, kv_cache: Any) -> dict[str, str]:
     """What the connector says to an engine's configuration with one thing of its model of drafts changed."""
     groups = cache_groups(config, kv_cache)
     guesses, two = config.speculative_config, SimpleNamespace(tensor_parallel_size=2)
-    heads, shorter = copy.copy(guesses.draft_model_config), copy.copy(guesses.draft_model_config)
-    object.__setattr__(heads, "get_total_num_kv_heads", lambda: 1)
-    object.__setattr__(shorter, "max_model_len", config.model_config.max_model_len - 1)
+    heads = changed(guesses.draft_model_config, get_total_num_kv_heads=lambda: 1)
+    shorter = changed(guesses.draft_model_config, max_model_len=config.model_config.max_model_len - 1)
     found: dict[str, str] = {}
     for case, name, value, settings in (
         ("vocabulary", "use_heterogeneous_vocab", True, Settings()),
@@ -76,11 +74,9 @@ def refused(config: Any, kv_cache: Any) -> dict[str, str]:
         ("images", "method", guesses.method, Settings(multimodal=True)),
         ("layer groups", "method", guesses.method, Settings(layer_groups=2)),
     ):
-        changed, inner = copy.copy(config), copy.copy(guesses)
-        object.__setattr__(inner, name, value)
-        object.__setattr__(changed, "speculative_config", inner)
+        other = changed(config, speculative_config=changed(guesses, **{name: value}))
         try:
-            check_drafts(changed, groups, settings)
+            check_drafts(other, groups, settings)
         except ConfigInvalid as e:
             found[case] = str(e)
     return found

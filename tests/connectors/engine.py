@@ -74,6 +74,14 @@ def make_adapter(directory: Path, seed: int) -> None:
     save_file(tensors, directory / "adapter_model.safetensors")
 
 
+def changed(config: Any, **fields: Any) -> Any:
+    """A copy of one of vLLM's configurations with other values, also of what is frozen or checked."""
+    made = copy.copy(config)
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
 class Engine:
     """The engine and what may be asked of it."""
 
@@ -203,9 +211,8 @@ class Engine:
 
         from forebay.connectors.vllm import ForebayConnector
 
-        config = copy.copy(self.llm.llm_engine.vllm_config)
-        config.kv_transfer_config = copy.copy(config.kv_transfer_config)
-        config.kv_transfer_config.kv_load_failure_policy = policy
+        config = self.llm.llm_engine.vllm_config
+        config = changed(config, kv_transfer_config=changed(config.kv_transfer_config, kv_load_failure_policy=policy))
         said: list[str] = []
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -342,13 +349,9 @@ class Engine:
             (None, "speculative_config", SimpleNamespace(method="medusa")),
             ("scheduler_config", "async_scheduling", True),
         ):
-            changed = copy.copy(config)
-            inner = changed if part is None else copy.copy(getattr(config, part))
-            object.__setattr__(inner, name, value)
-            if part is not None:
-                object.__setattr__(changed, part, inner)
+            fields = {name: value} if part is None else {part: changed(getattr(config, part), **{name: value})}
             try:
-                check_supported(changed, kv_cache, Settings(load="layers", layer_groups=2))
+                check_supported(changed(config, **fields), kv_cache, Settings(load="layers", layer_groups=2))
             except ConfigInvalid as e:
                 found[name] = str(e)
         real, vllm.__version__ = vllm.__version__, "0.99.1"

@@ -111,18 +111,39 @@ class Engine:
         self.until(answered)
         return answers[-1] or 0
 
-    def save(self, request: Request) -> None:
-        """Have it that a request was computed, into the rows that `Output` gives it."""
-        self.until(lambda: self.scheduler._saves.ready)
+    @property
+    def client(self) -> Any:
+        """The first worker's, if it is there."""
+        link = self.workers[0]._link
+        return None if link is None else link.client
+
+    def compute(self, request: Request) -> None:
+        """A step that computes a request of which the node has nothing, into the rows that `Output` gives it."""
         assert self.ask(request) == 0
         self.step(Output({request.request_id: request.num_prompt_tokens}))
+
+    def compute_crowded(self, request: Request) -> list[float]:
+        """`compute`, whose blocks find no memory: how many are counted, and the saves that are left."""
+        memory = self.workers[0]._staging._memory
+        lent = memory.take(self.settings.staging_bytes)
+        assert lent is not None
+        self.compute(request)
+        memory.give(lent)
+        return [self.counts["unstored_blocks:no_staging"], len(self.scheduler._saves._saving)]
+
+    def save(self, request: Request) -> None:
+        """Have it that a request was computed, and is stored."""
+        self.until(lambda: self.scheduler._saves.ready)
+        self.compute(request)
         self.until(lambda: self.counts.get("stored_blocks", 0) == BLOCKS * len(self.workers))
 
     def load(self, request: Request, first: int) -> set[int]:
         """Load a request into the rows from ``first`` on; which of its blocks are missing."""
-        tokens = self.ask(request)
-        rows = list(range(first, first + BLOCKS))
-        self.scheduler.allocated(request, [rows], tokens)
+        return self.take(request, first, self.ask(request))
+
+    def take(self, request: Request, first: int, tokens: int) -> set[int]:
+        """`load` so many tokens of a request that has been asked about."""
+        self.scheduler.allocated(request, [list(range(first, first + BLOCKS))], tokens)
         self.failed = set()
         if self.scheduler._in_step:
             self.step(Output({request.request_id: 1}))
@@ -137,7 +158,7 @@ class Engine:
             if time.monotonic() > end:
                 raise TimeoutError(f"not within a minute: {self.counts}")
             number += 1
-            self.until(lambda: self.workers[0]._link is not None and self.workers[0]._link.client is not None)
+            self.until(lambda: self.client is not None)
 
     def same(self, other: Engine, first: int, blocks: list[int]) -> bool:
         """Whether blocks here, from ``first`` on, are what another engine computed."""
@@ -168,27 +189,16 @@ def layered(url: str) -> dict[str, Any]:
     # One block goes between the lookup and the step: it and those after it are lost, and those before it are there.
     gone, reader = Request("gone", hashes("parts 2")), readers[1]
     tokens = reader.ask(gone)
-    writers[1].workers[0]._link.client.delete([hashes("parts 2")[3]])  # type: ignore[union-attr]
-    reader.scheduler.allocated(gone, [list(range(60, 60 + BLOCKS))], tokens)
-    reader.failed = set()
-    reader.step(Output({"gone": 1}))
-    seen["lost in a step"] = sorted(row - 60 for row in reader.failed)
+    writers[1].client.delete([hashes("parts 2")[3]])
+    seen["lost in a step"] = sorted(reader.take(gone, 60, tokens))
     seen["kept in a step"] = reader.same(writers[2], 60, [0, 1, 2])
     # Saves that find no memory are counted, and told of, once for all their parts.
-    crowded, writer = Request("crowded parts", hashes("crowded parts")), writers[1]
-    memory = writer.workers[0]._staging._memory
-    assert writer.ask(crowded) == 0
-    lent = memory.take(writer.settings.staging_bytes)
-    assert lent is not None
-    writer.step(Output({crowded.request_id: crowded.num_prompt_tokens}))
-    seen["no room for parts"] = [writer.counts["unstored_blocks:no_staging"], len(writer.scheduler._saves._saving)]
-    memory.give(lent)
-    spoilt = Request("spoilt parts", hashes("spoilt parts"))
-    assert writer.ask(spoilt) == 0
+    writer = writers[1]
+    seen["no room for parts"] = writer.compute_crowded(Request("crowded parts", hashes("crowded parts")))
     writer.workers[0]._groups[0].parts[0].tensors.gather = None  # type: ignore[assignment,method-assign]
-    writer.step(Output({spoilt.request_id: spoilt.num_prompt_tokens}))
+    writer.compute(Request("spoilt parts", hashes("spoilt parts")))
     writer.until(lambda: not writer.scheduler._saves._saving)
-    seen["unstored parts"] = [writer.counts["unstored_blocks:error"], memory.lent_bytes]
+    seen["unstored parts"] = [writer.counts["unstored_blocks:error"], writer.workers[0]._staging.staged_bytes]
     for engine in (*writers.values(), *readers):
         engine.close()
     return seen
@@ -203,11 +213,8 @@ def in_parts(url: str) -> dict[str, Any]:
     seen: dict[str, Any] = {"parts": not missing and reader.same(writer, 10, list(range(BLOCKS)))}
     gone = Request("a part gone", hashes("in parts"))
     tokens = reader.ask(gone)
-    writer.workers[0]._link.client.delete([hashes("in parts")[3]])  # type: ignore[union-attr]
-    reader.scheduler.allocated(gone, [list(range(20, 20 + BLOCKS))], tokens)
-    reader.failed = set()
-    reader.until(lambda: "a part gone" in reader.received)
-    seen["lost of parts"] = sorted(row - 20 for row in reader.failed)
+    writer.client.delete([hashes("in parts")[3]])
+    seen["lost of parts"] = sorted(reader.take(gone, 20, tokens))
     seen["kept of parts"] = reader.same(writer, 20, [0, 1, 2])
     seen["counted of parts"] = [reader.counts.get(f"lost_blocks:{why}") for why in ("evicted", "behind_gap")]
     for engine in (writer, reader):
@@ -220,8 +227,8 @@ def reached(url: str) -> dict[str, Any]:
     """Whatever is read into, or written from, devices may reach: it lies in memory that is registered."""
     calls: Counter[str] = Counter()
     engine = Engine(url, 1, 40)
-    engine.until(lambda: engine.workers[0]._link is not None and engine.workers[0]._link.wait(0) is not None)
-    client: Any = engine.workers[0]._link.client  # type: ignore[union-attr]
+    engine.until(lambda: engine.client is not None)
+    client = engine.client
 
     def watched(name: str) -> Callable[..., Any]:
         call = getattr(client, name)
@@ -250,10 +257,7 @@ def late(url: str, target: int) -> dict[str, Any]:
     slow = Request("slow", hashes("late"))
     tokens, before = reader.ask(slow), reader.cache[:, 20 : 20 + BLOCKS].clone()
     with halted(target):
-        reader.scheduler.allocated(slow, [list(range(20, 20 + BLOCKS))], tokens)
-        reader.failed = set()
-        reader.until(lambda: "slow" in reader.received)
-        missing = sorted(row - 20 for row in reader.failed)
+        missing = sorted(reader.take(slow, 20, tokens))
         left = passing.lent_bytes
         spaces = []
         while (space := passing.take(1 << 20)) is not None:
@@ -294,12 +298,8 @@ def main(url: str, target: str) -> None:
     # A block that goes between the lookup and the load.
     gone = Request("gone", hashes("1"))
     assert two.ask(gone) == BLOCKS * BLOCK
-    client = one.workers[0]._link.client  # type: ignore[union-attr]
-    client.delete([hashes("1")[3]])  # type: ignore[union-attr]
-    two.scheduler.allocated(gone, [list(range(60, 60 + BLOCKS))], BLOCKS * BLOCK)
-    two.failed = set()
-    two.until(lambda: two.received.get("gone", 0) == 2)
-    seen["missing"] = sorted(row - 60 for row in two.failed)
+    one.client.delete([hashes("1")[3]])
+    seen["missing"] = sorted(two.take(gone, 60, BLOCKS * BLOCK))
     seen["rest"] = two.same(one, 60, [0, 1, 2, 4])
     seen["evicted"] = two.counts.get("lost_blocks:evicted")
     # One that ends when the step's ends have been told already: how long it took is told with its end.
@@ -329,22 +329,13 @@ def main(url: str, target: str) -> None:
     assert four.load(Request("of both", hashes("both")), 90) == set()
     seen["whole"] = [four.same(one, 90, [block]) != four.same(two, 90, [block]) for block in everything]
     # A step whose blocks find no memory: they are not saved, and are once they come by again.
-    crowded, memory = Request("crowded", hashes("crowded")), one.workers[0]._staging._memory
-    assert one.ask(crowded) == 0
-    lent = memory.take(one.settings.staging_bytes)
-    assert lent is not None
-    one.step(Output({crowded.request_id: crowded.num_prompt_tokens}))
-    seen["no room"] = [one.counts["unstored_blocks:no_staging"], len(one.scheduler._saves._saving)]
-    memory.give(lent)
-    again, so_far = Request("with room", hashes("crowded")), one.counts["stored_blocks"]
-    assert one.ask(again) == 0
-    one.step(Output({again.request_id: again.num_prompt_tokens}))
+    seen["no room"] = one.compute_crowded(Request("crowded", hashes("crowded")))
+    so_far = one.counts["stored_blocks"]
+    one.compute(Request("with room", hashes("crowded")))
     one.until(lambda: one.counts["stored_blocks"] == so_far + BLOCKS)
     # A copy that fails: the save has ended, and holds no memory.
-    spoilt = Request("spoilt", hashes("spoilt"))
-    assert one.ask(spoilt) == 0
     one.workers[0]._groups[0].parts[0].tensors.gather = None  # type: ignore[assignment,method-assign]
-    one.step(Output({spoilt.request_id: spoilt.num_prompt_tokens}))
+    one.compute(Request("spoilt", hashes("spoilt")))
     seen["unstored"] = one.counts["unstored_blocks:error"]
     seen["left over"] = [len(one.scheduler._saves._saving), one.workers[0]._staging.staged_bytes]
     for engine in engines.values():

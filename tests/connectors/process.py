@@ -19,10 +19,22 @@ WHOLE = TOKENS // BLOCK * BLOCK
 BLOCKS = TOKENS // BLOCK
 BLOCK_BYTES = 2 * 2 * BLOCK * 2 * 32 * 4
 """Two layers, two heads, K and V of 32 floats."""
+PLENTY = {"probe_timeout_ms": 30_000, "load_timeout_ms": 30_000}
+"""Settings with which a busy machine is no reason for a miss."""
 
 
 def prompt(seed: int) -> list[int]:
     return random.Random(seed).choices(range(VOCABULARY), k=TOKENS)
+
+
+def rot(node: NodeProcess, volume: int, offset_bytes: int) -> None:
+    """Change one bit of what lies there."""
+    (path,) = node.data.rglob(f"volumes/{volume}.vol")
+    with path.open("r+b") as file:
+        file.seek(offset_bytes + 100)
+        (byte,) = file.read(1)
+        file.seek(offset_bytes + 100)
+        file.write(bytes([byte ^ 1]))
 
 
 class EngineProcess:
@@ -92,6 +104,11 @@ class EngineProcess:
     def count(self, name: str) -> float:
         """One of the engine's metrics."""
         return float(self.ask("metrics").get(name, 0))
+
+    def counted(self, name: str) -> float:
+        """`count`, up to now: counts come with the engine's steps."""
+        self.generate([1, 2, 3])
+        return self.count(name)
 
     def end(self) -> None:
         self.process.communicate(timeout=120)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from forebay.client import Admin
 from tests.client.conftest import NodeProcess, eventually, halted
 from tests.connectors.process import BLOCK_BYTES, BLOCKS, WHOLE, EngineProcess
 
@@ -104,8 +103,7 @@ class Scene:
 
     def unstored(self, reason: str) -> float:
         """Blocks that were not stored, up to now."""
-        self.engine.generate([1, 2, 3])  # counts come with the engine's steps
-        return self.count(f"unstored_blocks:{reason}")
+        return self.engine.counted(f"{self.counters}unstored_blocks:{reason}")
 
     # --- what must hold -----------------------------------------------------------------------------------------------
 
@@ -164,7 +162,7 @@ class Scene:
         eventually(lambda: self.again(prompt) == WHOLE, "the node", 60)
 
     def stores_nothing_without_room(self, prompt: list[int]) -> None:
-        with Admin(self.node.url, token=self.node.token) as admin:
+        with self.node.admin() as admin:
             admin.update_namespace("default/default", quota_bytes=4096, eviction="none")
             try:
                 before = self.blocks()
@@ -181,7 +179,7 @@ class Scene:
         self.store(prompt)
         assert self.again(prompt) == WHOLE
         stale = self.count("missed_blocks:stale_generation")
-        with Admin(self.node.url, token=self.node.token) as admin:
+        with self.node.admin() as admin:
             admin.update_namespace("default/default", min_generation=1)
         assert self.again(prompt) == 0
         return self.count("missed_blocks:stale_generation") - stale

@@ -6,12 +6,11 @@ sees comes before the prompt, in `QUERIES` tokens.
 
 from __future__ import annotations
 
-import copy
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests.connectors.engine import SMALL_MODEL, VOCABULARY, Engine, main
+from tests.connectors.engine import SMALL_MODEL, VOCABULARY, Engine, changed, main
 
 QUERIES = 40
 """Tokens of an image: more than a block."""
@@ -86,12 +85,10 @@ class Seeing(Engine):
 
     def _changed(self, **media: Any) -> Any:
         """The engine's configuration, with other settings for media."""
-        config = copy.copy(self.llm.llm_engine.vllm_config)
-        config.model_config = copy.copy(config.model_config)
-        config.model_config.multimodal_config = copy.copy(config.model_config.multimodal_config)
-        for name, value in media.items():
-            object.__setattr__(config.model_config.multimodal_config, name, value)
-        return config
+        config = self.llm.llm_engine.vllm_config
+        model = config.model_config
+        of_media = changed(model.multimodal_config, **media)
+        return changed(config, model_config=changed(model, multimodal_config=of_media))
 
     def processor(self, kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
         """The processor's digest, as it would be for an engine started with these ``mm_processor_kwargs`` now."""
@@ -107,8 +104,7 @@ class Seeing(Engine):
         from forebay.connectors.vllm.settings import Settings
         from forebay.errors import ConfigInvalid
 
-        encoded, found = self._changed(), {}
-        object.__setattr__(encoded, "ec_transfer_config", object())
+        encoded, found = changed(self.llm.llm_engine.vllm_config, ec_transfer_config=object()), {}
         kv_cache = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
         check_supported(encoded, kv_cache, Settings())
         for name, config, settings in (

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from tests.client.conftest import NodeProcess, eventually
-from tests.connectors.process import BLOCK, BLOCK_BYTES, BLOCKS, WHOLE, EngineProcess, prompt
+from tests.connectors.process import BLOCK, BLOCK_BYTES, BLOCKS, PLENTY, WHOLE, EngineProcess, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
-PLENTY = {"probe_timeout_ms": 30_000, "load_timeout_ms": 30_000}
 ANSWER = 80
 
 

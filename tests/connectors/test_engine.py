@@ -10,7 +10,7 @@ import pytest
 
 from tests.client.conftest import eventually, halted
 from tests.connectors.liar import LyingNode
-from tests.connectors.process import BLOCK, BLOCK_BYTES, BLOCKS, WHOLE, EngineProcess, prompt
+from tests.connectors.process import BLOCK, BLOCK_BYTES, BLOCKS, PLENTY, WHOLE, EngineProcess, prompt, rot
 from tests.connectors.scene import SMALL, Scene
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -65,12 +65,7 @@ class ConnectorScene(Scene):
         first.ask("train", adapter=self.adapter, seed=1)
         before = first.count("forebay_stored_blocks")
         self.before_training = first.generate(self.TUNED, adapter=self.adapter)["tokens"]
-
-        def stored() -> bool:
-            first.generate([1, 2, 3])  # counts come with the engine's steps
-            return first.count("forebay_stored_blocks") >= before + BLOCKS
-
-        eventually(stored, "the adapter's blocks", 60)
+        eventually(lambda: first.counted("forebay_stored_blocks") >= before + BLOCKS, "the adapter's blocks", 60)
         first.ask("train", adapter=self.adapter, seed=2)
 
     def again(self, prompt: list[int], **request: Any) -> int:
@@ -138,9 +133,8 @@ def test_what_several_requests_begin_with_is_loaded_once(scene: ConnectorScene) 
 
 
 def test_two_ranks_and_one_read_what_the_other_wrote(scene: ConnectorScene, tmp_path: Path) -> None:
-    extra = {"probe_timeout_ms": 30_000, "load_timeout_ms": 30_000}
     model, log = scene.directory / "model", tmp_path / "two.log"
-    two = EngineProcess(scene.node, model, log, extra=extra, tensor_parallel_size=2, max_model_len=512)
+    two = EngineProcess(scene.node, model, log, extra=PLENTY, tensor_parallel_size=2, max_model_len=512)
     try:
         answer = two.generate(scene.SHARED)
         assert answer["tokens"] == [scene.answer(scene.SHARED)] and answer["cached"] == [WHOLE]
@@ -217,14 +211,7 @@ def test_requests_that_are_preempted_answer_the_same(scene: ConnectorScene) -> N
 
 def test_a_block_that_rotted_is_computed_and_stored_again(scene: ConnectorScene) -> None:
     keys = scene.store(scene.ROTTEN)
-    places = scene.engine.ask("blocks")
-    volume, offset_bytes = places[min(keys)]
-    (path,) = scene.node.data.rglob(f"volumes/{volume}.vol")
-    with path.open("r+b") as file:
-        file.seek(offset_bytes + 100)
-        (byte,) = file.read(1)
-        file.seek(offset_bytes + 100)
-        file.write(bytes([byte ^ 1]))
+    rot(scene.node, *scene.engine.ask("blocks")[min(keys)])
     lost = scene.engine.count("forebay_lost_blocks:checksum_mismatch")
     scene.again(scene.ROTTEN)  # vLLM goes on to count what it planned to load as cached
     assert scene.engine.count("forebay_lost_blocks:checksum_mismatch") == lost + 1

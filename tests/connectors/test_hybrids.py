@@ -16,11 +16,9 @@ from tests.client.conftest import NodeProcess, eventually
 from tests.conftest import LONG
 from tests.connectors.engine import VOCABULARY
 from tests.connectors.models import GEMMA, LLAMA_4, NEEDED, QWEN_NEXT
-from tests.connectors.process import BLOCK, BLOCKS, WHOLE, EngineProcess, prompt
+from tests.connectors.process import BLOCK, BLOCKS, PLENTY, WHOLE, EngineProcess, prompt, rot
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
-
-PLENTY = {"probe_timeout_ms": 30_000, "load_timeout_ms": 30_000}
 
 
 class Hybrid:
@@ -54,8 +52,7 @@ class Hybrid:
 
     @staticmethod
     def stored(engine: EngineProcess) -> float:
-        engine.generate([1, 2, 3])  # counts come with the engine's steps
-        return engine.count("forebay_stored_blocks")
+        return engine.counted("forebay_stored_blocks")
 
     @property
     def sliding(self) -> int:
@@ -80,16 +77,6 @@ class Hybrid:
     def delete(self, keys: list[str], group: int) -> None:
         done: dict[str, Any] = self.engine.ask("delete_blocks", keys=keys, group=group)
         assert done == {"done": ["ok"] * len(keys)}
-
-
-def rot(node: NodeProcess, volume: int, offset_bytes: int) -> None:
-    """Change one bit of what lies there."""
-    (path,) = node.data.rglob(f"volumes/{volume}.vol")
-    with path.open("r+b") as file:
-        file.seek(offset_bytes + 100)
-        (byte,) = file.read(1)
-        file.seek(offset_bytes + 100)
-        file.write(bytes([byte ^ 1]))
 
 
 @pytest.fixture(scope="module")

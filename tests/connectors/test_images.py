@@ -13,13 +13,12 @@ import pytest
 
 from tests.client.conftest import NodeProcess, eventually
 from tests.conftest import LONG
-from tests.connectors.process import BLOCK, BLOCKS, WHOLE, EngineProcess, prompt
+from tests.connectors.process import BLOCK, BLOCKS, PLENTY, WHOLE, EngineProcess, prompt, rot
 from tests.connectors.seeing import QUERIES
-from tests.connectors.test_hybrids import rot
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
-SETTINGS = {"multimodal": True, "probe_timeout_ms": 30_000, "load_timeout_ms": 30_000}
+SETTINGS = {"multimodal": True, **PLENTY}
 SEEN, OTHER, ROTTEN = range(3)
 TEXT = prompt(70)
 QUESTION = TEXT[QUERIES:]
@@ -35,10 +34,6 @@ class SeeingProcess(EngineProcess):
         answer = self.ask("see", image=image, prompt=QUESTION, **request)
         return answer["tokens"], answer["cached"]
 
-    def counted(self, name: str) -> float:
-        self.generate([1, 2, 3])  # counts come with the engine's steps
-        return self.count(f"forebay_{name}")
-
 
 class Scene:
     """A node, what an engine without anything in its caches computed, and another one that starts after it."""
@@ -50,11 +45,11 @@ class Scene:
             first = self.start("first")
             try:
                 self.answers = {ROTTEN: first.see(ROTTEN)[0]}
-                eventually(lambda: first.counted("stored_blocks") == BLOCKS, "its blocks", 60)
+                eventually(lambda: first.counted("forebay_stored_blocks") == BLOCKS, "its blocks", 60)
                 self.beginning = self._beginning(first)
                 self.answers[SEEN] = first.see(SEEN)[0]
                 (self.text,) = first.generate(TEXT)["tokens"]
-                eventually(lambda: first.counted("stored_blocks") == 3 * BLOCKS, "all blocks", 60)
+                eventually(lambda: first.counted("forebay_stored_blocks") == 3 * BLOCKS, "all blocks", 60)
                 first.end()
             except BaseException:
                 first.kill()
@@ -96,9 +91,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def test_an_image_that_another_engine_saw_is_loaded(scene: Scene) -> None:
-    before = scene.engine.counted("loaded_blocks")
+    before = scene.engine.counted("forebay_loaded_blocks")
     assert scene.engine.see(SEEN) == (scene.answers[SEEN], WHOLE)
-    assert scene.engine.counted("loaded_blocks") == before + BLOCKS
+    assert scene.engine.counted("forebay_loaded_blocks") == before + BLOCKS
 
 
 def test_another_image_is_not_taken_for_it(scene: Scene) -> None:
@@ -117,7 +112,7 @@ def test_a_block_inside_an_image_that_is_lost_is_computed(scene: Scene) -> None:
         rot(scene.node, *place)
         assert scene.engine.ask("forget") == {"dropped": True}
         assert scene.engine.see(ROTTEN)[0] == scene.answers[ROTTEN]
-        assert scene.engine.counted("lost_blocks:checksum_mismatch") == count
+        assert scene.engine.counted("forebay_lost_blocks:checksum_mismatch") == count
         scene.engine.ask("settle")
     assert scene.engine.ask("forget") == {"dropped": True}
     eventually(lambda: scene.engine.see(ROTTEN) == (scene.answers[ROTTEN], WHOLE), "what was computed is stored", 60)
@@ -157,6 +152,6 @@ def test_an_engine_with_another_processor_finds_nothing(scene: Scene) -> None:
         tokens, cached = engine.see(SEEN)
         assert cached == 0 and tokens != scene.answers[SEEN], "what it would have found was not its own"
         assert engine.generate(TEXT) == {"tokens": [scene.text], "reasons": ["length"], "cached": [0]}
-        assert engine.counted("hit_blocks") == 0
+        assert engine.counted("forebay_hit_blocks") == 0
     finally:
         engine.kill()

@@ -5,7 +5,6 @@ One engine, whose own prefix cache is dropped between the prompts.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from tests.client.conftest import NodeProcess, eventually, halted
 from tests.connectors.engine import SMALL_MODEL
-from tests.connectors.process import BLOCK, BLOCKS, WHOLE, EngineProcess, prompt
+from tests.connectors.process import BLOCK, BLOCKS, WHOLE, EngineProcess, prompt, rot
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -42,8 +41,7 @@ class Scene:
             raise
 
     def count(self, name: str) -> float:
-        self.engine.generate([1, 2, 3])  # counts come with the engine's steps
-        return self.engine.count(f"forebay_{name}")
+        return self.engine.counted(f"forebay_{name}")
 
     def again(self, number: int) -> int:
         """The same tokens with nothing in the engine's own cache; how many it takes for hits."""
@@ -56,12 +54,7 @@ class Scene:
         """Change a bit of a prompt's block, in the first head group's tile of a layer group."""
         key = self.engine.ask("keys", prompt=self.PROMPTS[number])["keys"][block]
         volume, offset_bytes = self.engine.ask("blocks")[key]
-        (path,) = self.node.data.rglob(f"volumes/{volume}.vol")
-        with path.open("r+b") as file:
-            file.seek(offset_bytes + layer_group * TILE_BYTES + 100)
-            (byte,) = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 1]))
+        rot(self.node, volume, offset_bytes + layer_group * TILE_BYTES)
 
 
 @pytest.fixture(scope="module")

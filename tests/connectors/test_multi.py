@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from tests.client.conftest import NodeProcess, eventually
-from tests.connectors.process import BLOCK, BLOCKS, WHOLE, EngineProcess, prompt
+from tests.connectors.process import BLOCK, BLOCKS, PLENTY, WHOLE, EngineProcess, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(1800)]
 
 OTHER = {"kv_connector": "OtherConnector", "kv_connector_module_path": "tests.connectors.other", "kv_role": "kv_both"}
-PLENTY = {"probe_timeout_ms": 30_000, "load_timeout_ms": 30_000}
 
 
 class First(EngineProcess):

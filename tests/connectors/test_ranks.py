@@ -54,8 +54,7 @@ def store(engine: EngineProcess, prompt: list[int], ranks: int, blocks: int) -> 
     assert answer["cached"] == [0]
 
     def stored() -> bool:
-        engine.generate(TINY)  # counts come with the engine's steps
-        if engine.count("forebay_stored_blocks") >= before + ranks * blocks:
+        if engine.counted("forebay_stored_blocks") >= before + ranks * blocks:
             return True
         engine.generate(prompt)  # what was not stored then is now
         return False

@@ -167,12 +167,10 @@ def test_blocks_of_a_failed_load_are_saved_again(make: Make) -> None:
     assert save.rows.keys == tuple(request.block_hashes), "the node sorts out which of them it still has"
 
 
-def test_what_one_request_loads_the_others_wait_for(make: Make) -> None:
-    bench = make()
-    first, second, third = (Request(name, hashes("i")) for name in "xyz")
-    other = Request("o", hashes("j"))
+def one_loads_for_three(bench: Bench, seed: str) -> tuple[Request, Request]:
+    """Of three requests that begin alike "x" loads what is stored; the others, which wait for it."""
+    first, second, third = (Request(name, hashes(seed)) for name in "xyz")
     bench.put(first.block_hashes)
-    bench.put(other.block_hashes)
     assert bench.arrive(first) == (BLOCKS * BLOCK, True)
     bench.half.allocated(first, [list(range(BLOCKS))], BLOCKS * BLOCK)
     bench.half.step(Output())
@@ -180,6 +178,14 @@ def test_what_one_request_loads_the_others_wait_for(make: Make) -> None:
         bench.half.arrived(request)
     eventually(lambda: all(bench.half._requests[ident].answer is not None for ident in "yz"), "answers")
     assert [bench.half.matched(request, 0) for request in (second, third)] == [(None, False)] * 2
+    return second, third
+
+
+def test_what_one_request_loads_the_others_wait_for(make: Make) -> None:
+    bench = make()
+    other = Request("o", hashes("j"))
+    bench.put(other.block_hashes)
+    second, _ = one_loads_for_three(bench, "i")
     assert bench.arrive(other) == (BLOCKS * BLOCK, True), "which begins in another way"
     assert bench.ask(second, BLOCK) == ((BLOCKS - 1) * BLOCK, True), "after what is not being loaded"
     bench.half.heard(WorkerReport(loaded={"x": 0.1}), {"x"}, set())
@@ -189,15 +195,7 @@ def test_what_one_request_loads_the_others_wait_for(make: Make) -> None:
 def test_nobody_waits_twice(make: Make) -> None:
     """A load that fails late would hold up those that begin like it one after the other."""
     bench = make()
-    first, second, third = (Request(name, hashes("k")) for name in "xyz")
-    bench.put(first.block_hashes)
-    assert bench.arrive(first) == (BLOCKS * BLOCK, True)
-    bench.half.allocated(first, [list(range(BLOCKS))], BLOCKS * BLOCK)
-    bench.half.step(Output())
-    for request in (second, third):
-        bench.half.arrived(request)
-    eventually(lambda: all(bench.half._requests[ident].answer is not None for ident in "yz"), "answers")
-    assert [bench.half.matched(request, 0) for request in (second, third)] == [(None, False)] * 2
+    second, third = one_loads_for_three(bench, "k")
     bench.half.heard(WorkerReport(loaded={"x": 0.1}), {"x"}, {0})
     for request in (second, third):
         assert bench.half.matched(request, 0) == (BLOCKS * BLOCK, True)

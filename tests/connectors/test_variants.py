@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from tests.client.conftest import NodeProcess, eventually
-from tests.connectors.process import BLOCK, BLOCKS, WHOLE, EngineProcess, prompt
+from tests.connectors.process import BLOCK, BLOCKS, PLENTY, WHOLE, EngineProcess, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(1800)]
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-PLENTY = {"probe_timeout_ms": 30_000, "load_timeout_ms": 30_000}
 
 
 @pytest.fixture
@@ -32,11 +31,7 @@ def engines(shared_node: NodeProcess, tmp_path: Path) -> Iterator[Any]:
 
 
 def stored(engine: EngineProcess, blocks: int) -> None:
-    def enough() -> bool:
-        engine.generate([1, 2, 3])  # counts come with the engine's steps
-        return engine.count("forebay_stored_blocks") >= blocks
-
-    eventually(enough, "the blocks", 120)
+    eventually(lambda: engine.counted("forebay_stored_blocks") >= blocks, "the blocks", 120)
 
 
 def test_eight_bits_are_kept_apart_by_type(engines: Any) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import re
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ import pytest
 
 from tests.interop import guest
 
-__all__ = ["Check", "complaints", "passed", "prepare", "read", "serving"]
+__all__ = ["Check", "complaints", "mounts", "passed", "prepare", "read", "serving"]
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,17 @@ class Check(NamedTuple):
     status: int
     output: str
     kernel: str
+
+
+def mounts(package: str) -> dict[str, Path]:
+    """This repository and the packages of this environment, ``package`` among them, for a guest to mount.
+
+    Skips the test where they are not for the guest's Python.
+    """
+    found = importlib.util.find_spec(package)
+    if sys.version_info[:2] != (3, 11) or found is None or found.origin is None:
+        pytest.skip(f"the guest runs the packages of this environment: they must be of Python 3.11, with {package}")
+    return {"repo": Path(__file__).resolve().parents[2], "site": Path(found.origin).parents[1]}
 
 
 def prepare(share: Path, script: str, settings: Mapping[str, object]) -> None:

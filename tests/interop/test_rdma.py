@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +18,6 @@ from tests.interop.checks import Check
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 
 SUITE = Path(__file__).with_name("rdma_suite.py")
-REPOSITORY = SUITE.parents[2]
 NQN = "nqn.2026-01.io.forebay:rdma"
 ADDRESS = "10.0.2.15"
 LIMIT_S = 500
@@ -59,17 +56,12 @@ def _results(path: Path) -> Iterator[Result]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    found = importlib.util.find_spec("ibverbs")
-    if sys.version_info[:2] != (3, 11) or found is None or found.origin is None:
-        pytest.skip(
-            "the guest runs the packages of this environment: they must be of Python 3.11, and ibverbs among them"
-        )
+    mounts = checks.mounts("ibverbs")
     share = tmp_path_factory.mktemp("rdma") / "share"
     keywords = "''" if LONG else f"'{BRIEF}'"
     settings = {"NQN": NQN, "ADDRESS": ADDRESS, "PORT": 4420, "KEYWORDS": keywords}
     settings |= {"CHECKS": "'device target suite'", "NETDEV": "eth0", "SUITE": SUITE.name}
     checks.prepare(share, "rdma.sh", settings)
-    mounts = {"repo": REPOSITORY, "site": Path(found.origin).parents[1]}
     text = guest.boot(share, LIMIT_S, mounts=mounts, memory_mib=1024)
     print(text)  # shown if a test failed
     results = share / "results.xml"

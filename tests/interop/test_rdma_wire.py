@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +26,7 @@ LIMIT_S = 500
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Check]]:
-    found = importlib.util.find_spec("ibverbs")
-    if sys.version_info[:2] != (3, 11) or found is None or found.origin is None:
-        pytest.skip("the guest runs the packages of this environment: they must be of Python 3.11, with ibverbs")
+    mounts = checks.mounts("ibverbs")
     directory = tmp_path_factory.mktemp("wire")
     target, host = directory / "target", directory / "host"
     checks.prepare(target, "rdma.sh", SETTINGS | {"MINE": TARGET, "CHECKS": "'device target stays'"})
@@ -43,7 +39,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Check]]:
             with checks.serving(target, {"ready": ready.set}):
                 eventually(lambda: ready.is_set() or not peer.runs, "the target is up", UP_S)
             assert ready.is_set(), peer.log()
-            mounts = {"repo": SUITE.parents[2], "site": Path(found.origin).parents[1]}
             with (
                 checks.serving(host, {"pause": peer.pause, "resume": peer.resume}),
                 Guest(host, mounts=mounts, memory_mib=1024, wire=wire[::-1]) as guest,

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec
 
-__all__ = ["TIMEOUT_S", "on_loop", "until"]
+__all__ = ["TIMEOUT_S", "on_loop", "steps", "until"]
 
 TIMEOUT_S = 60.0
 P = ParamSpec("P")
@@ -21,6 +21,12 @@ def on_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
         asyncio.run(asyncio.wait_for(test(*args, **kwargs), TIMEOUT_S))
 
     return run
+
+
+async def steps() -> None:
+    """Let all that can go on do so."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

@@ -14,6 +14,7 @@ from forebay.appliance.dataplane.host_keys import HostKeys
 from forebay.appliance.dataplane.jsonrpc import JsonRpcClient
 from forebay.appliance.dataplane.teardown import Teardown
 from forebay.errors import Unavailable
+from tests.sim.running import steps
 
 
 class Answers(JsonRpcClient):
@@ -34,12 +35,6 @@ class Answers(JsonRpcClient):
         if number == 3:
             raise Unavailable("it has gone")
         return [{"hostnqn": f"{number}"}]
-
-
-async def steps() -> None:
-    """Let all that can go on do so."""
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 async def test_who_asks_while_another_looks_shares_the_next() -> None:

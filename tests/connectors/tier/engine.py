@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import queue
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.connectors.engine import Engine, main
+from tests.connectors.engine import Engine, changed, main
 
 
 class TierEngine(Engine):
@@ -133,14 +132,10 @@ class TierEngine(Engine):
             ("kv_transfer_config.kv_role", "kv_consumer"),
             ("parallel_config.world_size", 2),  # and no executor that is known to keep to one host
         ):
-            changed = copy.copy(config)
             part, _, name = path.rpartition(".")
-            owner = copy.copy(getattr(config, part)) if part else changed
-            object.__setattr__(owner, name, value)
-            if part:
-                object.__setattr__(changed, part, owner)
+            fields = {part: changed(getattr(config, part), **{name: value})} if part else {name: value}
             try:
-                tier_group(changed, kv_cache, offloading)
+                tier_group(changed(config, **fields), kv_cache, offloading)
             except ConfigInvalid as e:
                 found[name] = str(e)
         packed = dataclasses.replace(offloading, worker_kv_bytes_per_block=offloading.worker_kv_bytes_per_block + 4096)

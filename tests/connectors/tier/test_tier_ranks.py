@@ -41,12 +41,7 @@ def store(engine: TierProcess, prompt: list[int], blocks: int = BLOCKS) -> list[
     before = engine.count("forebay_tier_stored_blocks")
     answer = engine.generate(prompt)
     assert answer["cached"] == [0]
-
-    def stored() -> bool:
-        engine.generate(TINY)  # counts come with the engine's steps
-        return engine.count("forebay_tier_stored_blocks") >= before + blocks
-
-    eventually(stored, "all blocks", 60)
+    eventually(lambda: engine.counted("forebay_tier_stored_blocks") >= before + blocks, "all blocks", 60)
     return list(answer["tokens"])
 
 
