@@ -94,6 +94,17 @@ SCENARIOS: Mapping[str, tuple[str, ...]] = {
         "test_layers_engine.py::test_a_target_that_stops_in_the_middle_ends_the_step_in_time",
     ),
     "beside another connector in a MultiConnector": ("test_multi.py::test_beside_another_connector",),
+    "images: the same one is found, another one or another processor is not": (
+        "test_images.py::test_an_image_that_another_engine_saw_is_loaded",
+        "test_images.py::test_another_image_is_not_taken_for_it",
+        "test_images.py::test_a_block_inside_an_image_that_is_lost_is_computed",
+        "test_images.py::test_an_engine_with_another_processor_finds_nothing",
+    ),
+    "models of drafts: the same tokens and guesses, and nothing shared with other drafts": (
+        "test_drafts.py::test_drafts_go_on_from_what_another_engine_stored",
+        "test_drafts.py::test_layers_of_eagle_go_on_from_what_another_engine_stored",
+        "test_drafts.py::test_engines_with_other_drafts_or_none_share_nothing",
+    ),
     "what changes the KV is another keyspace": (
         "test_identity.py::test_what_is_done_to_the_weights_is_part_of_the_identity",
     ),
